@@ -35,16 +35,18 @@ class MethodLevel(IntEnum):
     """Experts move behind the step that their load is counted for."""
     EXPERT_LOAD = 7
     THROUGHPUT = 8
-    SHARD_ACCESS = 9
+    DUMP = 9
+    """``dump``, whose steps are those that others have counted."""
+    SHARD_ACCESS = 10
     """Optimizers of the client's own may compute with shards."""
-    EXPERT_SETTINGS = 10
+    EXPERT_SETTINGS = 11
     """A group of experts has the learning rate of the group that it came from."""
-    STATE = 11
-    SCATTERED = 12
+    STATE = 12
+    SCATTERED = 13
     """Gradients of ZeRO 3 that ds_npu sends are sent before a backward ends for DeepSpeed."""
-    CORRECTION = 13
+    CORRECTION = 14
     """The gradient rule: norms, averages, streams."""
-    BUCKETS = 14
+    BUCKETS = 15
     """Partitions of ZeRO 1 and 2 in the order of buckets, inside of all that knows DeepSpeed's order."""
 
 

@@ -110,15 +110,19 @@ class PendingGradients:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = slots
         self._before: list[tuple[Slot, torch.Tensor]] = []
+        self.factor: torch.Tensor | None = None
+        """The factor of the last batch; None until it is committed."""
 
     def begin(self) -> None:
         """Gradients of a batch begin; all that was accumulated is set apart, without a copy but for BF16_Optimizer."""
+        self.factor = None
         taken = [(slot, slot.take()) for slot in self.slots]
         self._before = [(slot, value) for slot, value in taken if value is not None]
 
     @torch.no_grad()
     def commit(self, factor: torch.Tensor) -> None:
         """Multiply what has come by ``factor``, a scalar on its device, and add what was set apart."""
+        self.factor = factor
         for slot in self.slots:
             value = slot.value()
             if value is not None:

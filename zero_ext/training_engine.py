@@ -71,6 +71,11 @@ class TrainingEngine(Protocol):
     def zero_contiguous_gradients(self) -> bool: ...
     def is_deepcompile_enabled(self) -> bool: ...
     def communicator_bytes(self) -> int: ...
+    def factor_of_gradients(self) -> float | None:
+        """The factor from gradients as the last forward's graph computes them to those that are accumulated.
+
+        None while it is not known: in stages the gradients of a batch are there before its loss is used.
+        """
 
 
 class EngineEvents:

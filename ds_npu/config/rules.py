@@ -205,6 +205,15 @@ def _vector_cores(config: DsNpuConfig) -> Iterator[Problem]:
         yield Problem("ds_npu.hccl.op_expansion_mode", found, accepted)
 
 
+def _dump(config: DsNpuConfig) -> Iterator[Problem]:
+    if not config.dump.steps:
+        yield from _asked(config, ("dump",), "only with ds_npu.dump.steps, which says which steps are dumped")
+        return
+    yield from _asked(config, ("optimizer_memory",), "left out with ds_npu.dump, which reads masters and moments whole")
+    moved = "left out with ds_npu.dump, whose records do not follow experts to other ranks"
+    yield from _asked(config, ("moe.placement_interval",), moved)
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -343,4 +352,5 @@ RULES = (
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),
     Rule(("pipeline", "moe", "recompute", "swap"), _pairs),
     Rule(("hccl.op_expansion_mode", "deterministic"), _vector_cores),
+    Rule(("dump", "optimizer_memory", "moe.placement_interval"), _dump),
 )

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ds_npu.config.context_parallel import ContextParallelSection
+from ds_npu.config.dump import DumpSection
 from ds_npu.config.fused_ops import FusedOpsSection
 from ds_npu.config.hccl import HcclSection
 from ds_npu.config.moe import MoeSection
@@ -56,6 +57,7 @@ class DsNpuConfig(Section):
     """Use deterministic kernels and communication only, so that a run repeats bit for bit."""
     hccl: HcclSection = HcclSection()
     watch: WatchSection = WatchSection()
+    dump: DumpSection = DumpSection()
 
     @property
     def axes(self) -> ParallelSection:

@@ -32,3 +32,7 @@ class TopologyEngine(DeepSpeedEngine):  # type: ignore[misc]
     step_flop: StepFlop | None = None
     reassembled: dict[str, Any] | None = None
     """The content that this rank's files would have, while a checkpoint of another layout is loaded."""
+
+    def factor_of_gradients(self) -> float | None:
+        """The factor by which gradients are multiplied behind a backward: 1, but in stages."""
+        return 1.0

@@ -15,6 +15,7 @@ from ds_npu.features.chunked_loss.loss_by_chunks import CHUNKED_LOSS
 from ds_npu.features.context_parallel.context_ranks import CONTEXT_PARALLEL
 from ds_npu.features.declaration import Declaration, Phase, check_declarations
 from ds_npu.features.deterministic import DETERMINISTIC
+from ds_npu.features.dump.dumped_steps import DUMP
 from ds_npu.features.experts.expert_ranks import MOE
 from ds_npu.features.fused_ops.fused_operators import FUSED_OPS
 from ds_npu.features.hccl.opened_communicators import HCCL
@@ -48,6 +49,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     MUON,
     DETERMINISTIC,
     WATCH,
+    DUMP,
 )
 CHANGED_FOR: Mark[dict[str, str]] = Mark("changed for")
 """The texts for which a model was changed, by the key of each feature."""

@@ -127,7 +127,7 @@ def _check_whole(
 def check_not_compiled(model: nn.Module, key: str) -> None:
     """Raise ValueError where ``model``, which ``ds_npu.parallel.<key>`` is to shard, or a module in it, is compiled."""
     for name, module in model.named_modules():
-        if _is_compiled(module):
+        if is_compiled(module):
             _refuse(type(model).__name__, name or "the model itself", key)
 
 
@@ -139,7 +139,7 @@ def refuse_compiling(model: nn.Module, key: str) -> None:
             set_attribute(module, COMPILE, refusal)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     # By name: importing torch._dynamo takes seconds, and without it nothing is compiled.
     bases = ((base.__module__, base.__name__) for base in type(module).__mro__)
     is_wrapper = ("torch._dynamo.eval_frame", "OptimizedModule") in bases

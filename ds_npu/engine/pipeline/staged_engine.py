@@ -83,6 +83,11 @@ class StagedEngine(TopologyEngine):
             finally:
                 self.pipeline.complete()
 
+    def factor_of_gradients(self) -> float | None:
+        """The factor that the caller's use of the loss gives the last batch's gradients; None before it is known."""
+        factor = self.pipeline.pending.factor
+        return None if factor is None else float(factor)
+
     def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """One optimizer step on ``gradient_accumulation_steps`` batches of ``data_iter``, each one micro-batch.
 

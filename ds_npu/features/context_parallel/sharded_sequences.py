@@ -35,6 +35,7 @@ from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_co
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.context.held_tokens import HELD_TOKENS
 from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
@@ -44,6 +45,8 @@ SEQUENCES_SHARDED: Mark[nn.Module] = Mark("sequences sharded")
 """The model that holds a sharded one, in the records of both."""
 ALGORITHM_CHOICE: Mark[AlgorithmChoice] = Mark("context algorithm")
 """The chosen algorithm of a model."""
+GUARDS = "__deepcopy__, compile"
+"""Attributes that refuse what a sharded model cannot do."""
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds of rotary embeddings whose angles depend on the length of the sequence."""
 ROUTER_LOGITS = "router_logits"
@@ -114,7 +117,11 @@ class _SequenceSharder:
             yield self._wrap(self.model, "divides gradients", self._share_gradients)
             yield self._wrap(inner, "multiplies gradients", None)
         yield Change("sets", self.names[inner], SEQUENCES_SHARDED.name, self._finish)
-        yield Change("sets", "", f"{SEQUENCES_SHARDED.name}, {ALGORITHM_CHOICE.name}, __deepcopy__, compile")
+        yield Change("sets", "", f"{SEQUENCES_SHARDED.name}, {ALGORITHM_CHOICE.name}, {HELD_TOKENS.name}, {GUARDS}")
+
+    def _held_tokens(self) -> torch.Tensor | None:
+        batch = self.running_batch.sharded
+        return None if batch is None else batch.index
 
     def _wrap(self, module: nn.Module, what: str, make: Callable[[], object] | None) -> Change:
         return Change("wraps", self.names[module], what, make, Level.SEQUENCE)
@@ -140,6 +147,7 @@ class _SequenceSharder:
         SEQUENCES_SHARDED.set(self.inner, self.model)
         SEQUENCES_SHARDED.set(self.model, self.model)
         ALGORITHM_CHOICE.set(self.model, self.choice)
+        HELD_TOKENS.set(self.model, self._held_tokens)
         refuse_copies(self.model)
         refuse_compiling(self.model, "context")
 

@@ -1,0 +1,97 @@
+"""Runs of one model at any layout that dump their steps, and what may be wrong with one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gradient_rule as rule
+import tensor_parallel_rule as dense
+import tiny_models
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch import nn
+
+SAMPLES, LENGTH, STEPS, BLOCKS = 8, 10, (0, 1), 4
+SEQUENCE = {"tensor": 2, "sequence_parallel": True, "probe": False}
+LAYOUTS: dict[str, tuple[int, dict, int]] = {
+    "one process": (1, {}, 0),
+    "dp4, ZeRO 3": (4, {}, 3),
+    "tp2": (2, {"parallel": {"tensor": 2, "probe": False}}, 0),
+    "tp2 of sequences x dp2, ZeRO 2": (4, {"parallel": SEQUENCE}, 2),
+    "cp2, ring": (2, {"parallel": {"context": 2}, "context_parallel": {"algorithm": "ring"}}, 1),
+    "tp2 of sequences x cp2": (4, {"parallel": {**SEQUENCE, "context": 2}}, 0),
+    "pp2 x dp2, ZeRO 1": (4, {"parallel": {"pipeline": 2}}, 1),
+    "pp2 x tp2, interleaved": (
+        4,
+        {"parallel": {"pipeline": 2, **SEQUENCE}, "pipeline": {"virtual_stages": 2, "micro_batches": 2}},
+        0,
+    ),
+}
+"""The world, its section, and the stage of ZeRO."""
+EXPERTS: dict[str, tuple[int, dict, int]] = {
+    "ep2": (2, {"parallel": {"expert": 2}}, 0),
+    "ep2 x tp2, ZeRO 1": (4, {"parallel": {"expert": 2, "tensor": 2, "probe": False}}, 1),
+    "ep2 x etp2, ZeRO 3": (4, {"parallel": {"expert": 2, "expert_tensor": 2}}, 3),
+    "pp2 x ep2": (4, {"parallel": {"pipeline": 2, "expert": 2}}, 0),
+}
+Fault = Callable[[nn.Module, int], None]
+"""Changes a model on a rank once the engine is made."""
+
+
+def model_of(family: str) -> nn.Module:
+    changes: dict[str, object] = {"num_hidden_layers": BLOCKS}
+    if family == "mixtral":
+        changes["output_router_logits"] = False  # Its loss is a mean over micro-batches, which layouts have others of.
+    return tiny_models.tiny(family, torch.float64, **changes)
+
+
+def batch_of(step: int, padded: bool) -> dict[str, torch.Tensor]:
+    """A batch; ``padded``: each sample has two tokens of padding, in front or at the end."""
+    ids = torch.randint(3, 60, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+    if not padded:
+        return {"input_ids": ids, "labels": ids}
+    mask = torch.ones_like(ids)
+    mask[::2, -2:] = 0
+    mask[1::2, -2:] = 0
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def train(folder: str, layout: tuple[int, dict, int], family: str, fault: Fault | None, more: dict) -> None:
+    """Train one step of each of STEPS on this world and dump it; ``more``: ``padded``, and keys of ds_npu.dump."""
+    import deepspeed
+
+    rule.without_extension()
+    _, section, stage = layout
+    padded = more.pop("padded", False)
+    section = {**section, "dump": {"steps": list(STEPS), "folder": folder, **more}}
+    config = dense.config(stage, torch.float64, section)
+    parallel = section.get("parallel", {})
+    dp = dist.get_world_size()
+    for axis in ("tensor", "context", "pipeline"):
+        dp //= parallel.get(axis, 1)
+    config["train_micro_batch_size_per_gpu"] = SAMPLES // dp // 2
+    config["gradient_accumulation_steps"] = 2
+    model = model_of(family)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+    if fault is not None:
+        fault(engine.module, dist.get_rank())
+    for step in range(max(STEPS) + 1):
+        whole = batch_of(step, padded)
+        rank = engine.topology.rank("dp")
+        own = {name: each.view(2, dp, -1, LENGTH)[:, rank] for name, each in whole.items()}
+        for index in range(2):
+            with tiny_models.Float64():
+                loss = engine(**{name: each[index] for name, each in own.items()}).loss
+            engine.backward(loss)
+            engine.step()
+
+
+def dumped(
+    folder: Path, name: str, layout: tuple[int, dict, int], family: str, fault: Fault | None = None, **more
+) -> Path:
+    """The folder ``name`` in ``folder``, with the dump of a run."""
+    run_on_ranks(layout[0], train, str(folder / name), layout, family, fault, more)
+    return folder / name

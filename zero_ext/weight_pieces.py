@@ -1,0 +1,102 @@
+"""The elements of each weight's gradient, and of its optimizer state, that this rank holds, for any stage of ZeRO.
+
+Read from DeepSpeed 0.19.8, runtime. Gradients are read between their reduction and a step, state behind a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from ds_npu.zero_ext.bucketed_state import RUNS
+from ds_npu.zero_ext.bucketed_zero import BUCKETED
+from ds_npu.zero_ext.optimizer_layout import FlatRun, OptimizerLayout, layout_of_optimizer
+
+MASTER = "master"
+"""The name of the float32 weights among the states."""
+
+
+class WeightPiece(NamedTuple):
+    """Elements of a weight's part that are one after the other in its flat order, of its gradient or of a state."""
+
+    weight: nn.Parameter
+    first: int
+    values: torch.Tensor
+    state: str = ""
+
+
+def why_unread(optimizer: Any, weights: Sequence[nn.Parameter]) -> str | None:
+    """Why gradients and state of ``optimizer`` cannot be read by weight, in words; None where they can."""
+    if optimizer is None:
+        return "the engine has no optimizer"
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        return "its gradients and state are offloaded (zero_optimization.offload_optimizer)"
+    known = layout_of_optimizer(optimizer, weights) is not None
+    return None if known else f"it is not known what {type(optimizer).__name__} holds where"
+
+
+def gradient_pieces(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[WeightPiece]:
+    """The reduced gradients of ``weights`` that this rank has; without ZeRO whole ones."""
+    if isinstance(optimizer, BF16_Optimizer):
+        for group, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
+            for weight, gradient in zip(group, gradients, strict=True):
+                yield WeightPiece(weight, 0, gradient)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
+        yield from _of_partitions(optimizer, weights)
+    else:
+        for weight in weights:
+            if weight.grad is not None:
+                yield WeightPiece(weight, 0, weight.grad)
+
+
+def _of_partitions(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[WeightPiece]:
+    layout = layout_of_optimizer(optimizer, weights)
+    runs = {} if layout is None else layout.runs
+    is_stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    for index, group in enumerate(optimizer.fp16_groups if is_stage_3 else optimizer.bit16_groups):
+        gradients = optimizer.averaged_gradients.get(index)
+        if gradients is None:
+            continue
+        if BUCKETED.get(optimizer) is not None and any(RUNS.is_on(weight) for weight in group):
+            for weight in group:
+                for run in RUNS.get(weight) or ():
+                    yield WeightPiece(weight, run.first, gradients.flat_partition[run.start : run.start + run.numel])
+            continue
+        held = group if is_stage_3 else optimizer.params_in_partition[index]
+        # ZeRO 1 and 2 pad the list to the length of the partition.
+        for weight, gradient in zip(held, gradients, strict=False):
+            own = runs.get(id(weight))
+            if own is not None and gradient is not None:
+                yield WeightPiece(weight, own.first, gradient.reshape(-1)[: own.numel])
+
+
+def state_pieces(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[WeightPiece]:
+    """The float32 masters of ``weights``, where there are some, and the states of their inner optimizer."""
+    layout = layout_of_optimizer(optimizer, weights)
+    if layout is None:
+        return
+    for weight in weights:
+        for run in _runs(optimizer, layout, weight):
+            flat = layout.flats[run.flat]
+            states = {} if layout.values is None else {MASTER: flat}
+            states |= layout.inner.state.get(flat, {})
+            for key, value in states.items():
+                if isinstance(value, torch.Tensor) and value.shape == flat.shape:
+                    part = value.detach().reshape(-1)[run.start : run.start + run.numel]
+                    yield WeightPiece(weight, run.first, part, key)
+
+
+def _runs(optimizer: Any, layout: OptimizerLayout, weight: nn.Parameter) -> Iterator[FlatRun]:
+    if BUCKETED.get(optimizer) is not None and (bucketed := RUNS.get(weight)) is not None:
+        groups = enumerate(optimizer.bit16_groups)
+        index = next(index for index, group in groups if any(each is weight for each in group))
+        for run in bucketed:
+            yield FlatRun(index, run.start, run.first, run.numel, index, (index,))
+    elif (own := layout.runs.get(id(weight))) is not None:
+        yield own

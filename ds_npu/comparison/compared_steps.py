@@ -244,10 +244,14 @@ def _held_by(a: MergedWeight, b: MergedWeight) -> str:
     if a.prints.keys() != b.prints.keys() or len(a.prints) == 1:
         return ""
     ranks = [part[0].rank for where, part in b.parts.items() if b.prints[where] != a.prints[where]]
-    return "the part that " + _listed(ranks).replace("have", "of B have") if ranks else ""
+    return f"the part of {_ranks(ranks)} of B" if ranks else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} has"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''} have"
+    return f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import gradient_rule as rule
@@ -12,6 +13,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
+
+from ds_npu.comparison.dump_reader import DumpedRun
+from ds_npu.parallel.pipeline.pass_through import PassThrough
+from ds_npu.parallel.tensor.shard_access import allow_shard_access
 
 SAMPLES, LENGTH, STEPS, BLOCKS = 8, 10, (0, 1), 4
 SEQUENCE = {"tensor": 2, "sequence_parallel": True, "probe": False}
@@ -36,8 +41,45 @@ EXPERTS: dict[str, tuple[int, dict, int]] = {
     "ep2 x etp2, ZeRO 3": (4, {"parallel": {"expert": 2, "expert_tensor": 2}}, 3),
     "pp2 x ep2": (4, {"parallel": {"pipeline": 2, "expert": 2}}, 0),
 }
-Fault = Callable[[nn.Module, int], None]
-"""Changes a model on a rank once the engine is made."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake in a run: a ``bit`` of a weight's mantissa, near its upper end, or the ``scale`` of an output."""
+
+    kind: str
+    name: str
+    rank: int | None = None
+    """The one rank that makes it; None: all of them, and a weight before it is sharded."""
+    index: int = 5
+    """The element of the weight, or of what is there of it."""
+
+    def spoil(self, weight: torch.Tensor) -> None:
+        flat = weight.detach().view(-1)
+        bits = flat[self.index : self.index + 1].view(torch.int64)
+        bits ^= 1 << 50
+
+    def before(self, model: nn.Module) -> None:
+        if self.kind != "scale" and self.rank is None:
+            self.spoil(model.get_parameter(self.name))
+
+    def after(self, model: nn.Module, rank: int) -> None:
+        if self.rank not in (None, rank):
+            return
+        if self.kind == "scale":
+            for name, module in model.named_modules():
+                if name == self.name:  # It may be in another stage.
+                    module.register_forward_hook(scaled)
+        elif self.rank is not None:
+            weight = model.get_parameter(self.name)
+            with torch.no_grad(), allow_shard_access():
+                self.spoil(getattr(weight, "ds_tensor", weight))
+
+
+def scaled(module: nn.Module, args: object, out: object) -> object:
+    if isinstance(module, PassThrough):
+        return out
+    return (out[0] * 1.001, *out[1:]) if isinstance(out, tuple) else out * 1.001
 
 
 def model_of(family: str) -> nn.Module:
@@ -74,10 +116,12 @@ def train(folder: str, layout: tuple[int, dict, int], family: str, fault: Fault 
     config["train_micro_batch_size_per_gpu"] = SAMPLES // dp // 2
     config["gradient_accumulation_steps"] = 2
     model = model_of(family)
+    if fault is not None:
+        fault.before(model)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
     if fault is not None:
-        fault(engine.module, dist.get_rank())
+        fault.after(engine.module, dist.get_rank())
     for step in range(max(STEPS) + 1):
         whole = batch_of(step, padded)
         rank = engine.topology.rank("dp")
@@ -89,9 +133,10 @@ def train(folder: str, layout: tuple[int, dict, int], family: str, fault: Fault 
             engine.step()
 
 
-def dumped(
-    folder: Path, name: str, layout: tuple[int, dict, int], family: str, fault: Fault | None = None, **more
-) -> Path:
-    """The folder ``name`` in ``folder``, with the dump of a run."""
-    run_on_ranks(layout[0], train, str(folder / name), layout, family, fault, more)
-    return folder / name
+def dumped(folder: Path, layout: str, family: str = "llama", fault: Fault | None = None, **more: object) -> DumpedRun:
+    """The dump of a run at one of LAYOUTS or EXPERTS; of the same run only one is made in ``folder``."""
+    own = folder / hashlib.sha256(f"{layout} {family} {fault} {more}".encode()).hexdigest()[:12]
+    if not own.exists():
+        found = (LAYOUTS | EXPERTS)[layout]
+        run_on_ranks(found[0], train, str(own), found, family, fault, more)
+    return DumpedRun(own)

@@ -1,0 +1,121 @@
+"""Dumps of one model at any two layouts agree, and what is wrong in one of them is named: float64, the real engine."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from dumped_runs import EXPERTS, LAYOUTS, Fault, batch_of, dumped
+
+from ds_npu.comparison.compared_steps import Comparison, compared
+from ds_npu.dump_hooks import GRADIENT, GRADIENT_OF_OUTPUT, OUTPUT, WEIGHT
+
+ONE = "one process"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The dumps of this file."""
+    return tmp_path_factory.mktemp("dumps")
+
+
+def check_alike(comparison: Comparison, where: object) -> None:
+    """Hold everything to be there, and nothing to be further off than rounding explains."""
+    assert not comparison.copies and not comparison.off, (where, comparison.copies, comparison.off[:3])
+    counted = {(row.step, row.kind) for row in comparison.rows}
+    assert counted >= {(step, kind) for step in (0, 1) for kind in (WEIGHT, OUTPUT, GRADIENT_OF_OUTPUT, GRADIENT)}
+    outputs = [row.name for row in comparison.rows if (row.step, row.kind) == (0, OUTPUT)]
+    block = [f"model.layers.{index}" for index in range(4)]
+    expected = [[f"{each}.input_layernorm", f"{each}.self_attn", f"{each}.post_attention_layernorm"] for each in block]
+    order = [[*norms, f"{each}.mlp", each] for norms, each in zip(expected, block, strict=True)]
+    assert outputs == ["model.embed_tokens", *itertools.chain(*order), "model.norm"], (where, outputs)
+    assert not [note for note in comparison.notes if "samples" in note], where
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=2)
+@pytest.mark.parametrize(("a", "b"), [pytest.param(*each) for each in itertools.combinations(LAYOUTS, 2)])
+def test_two_layouts_agree(folder, a, b):
+    check_alike(compared(dumped(folder, a), dumped(folder, b)), (a, b))
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=2)
+@pytest.mark.parametrize(("a", "b"), [pytest.param(*each) for each in itertools.combinations([ONE, *EXPERTS], 2)])
+def test_two_layouts_of_experts_agree(folder, a, b):
+    check_alike(compared(dumped(folder, a, "mixtral"), dumped(folder, b, "mixtral")), (a, b))
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=2)
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
+def test_padding_and_whole_tensors_agree(folder, layout):
+    more = {"padded": True, "what": "tensors"}
+    comparison = compared(dumped(folder, ONE, **more), dumped(folder, layout, **more))
+    check_alike(comparison, layout)
+    assert any(row.error > 0 for row in comparison.rows if row.kind == OUTPUT)
+
+
+FLIPPED = {
+    "model.layers.1.self_attn.q_proj.weight": ("model.layers.1.self_attn", 5),
+    "model.layers.2.mlp.down_proj.weight": ("model.layers.2.mlp", 5),
+    "model.embed_tokens.weight": ("model.embed_tokens", 32 * int(batch_of(0, False)["input_ids"][0, 0])),
+    "model.layers.3.post_attention_layernorm.weight": ("model.layers.3.post_attention_layernorm", 5),
+}
+"""Weights, the modules whose outputs part first, and elements that matter."""
+
+
+def parts_at(comparison: Comparison, weight: str, module: str, where: object) -> None:
+    """Hold that the weight is named at step 0, no other one, and the output that parts first."""
+    weights = [row.name for row in comparison.off if (row.step, row.kind) == (0, WEIGHT)]
+    assert weights == [weight] and comparison.first_off().name == weight, (where, weights)
+    assert comparison.first_off(OUTPUT).name == module, (where, comparison.first_off(OUTPUT))
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_flipped_bit_of_a_weight_is_named(folder, layout):
+    for weight, (module, index) in FLIPPED.items() if layout == ONE else list(FLIPPED.items())[:1]:
+        comparison = compared(dumped(folder, ONE), dumped(folder, layout, fault=Fault("bit", weight, index=index)))
+        parts_at(comparison, weight, module, layout)
+        assert not comparison.copies
+
+
+WRONG = {
+    "dp4, ZeRO 3": 2,
+    "tp2": 1,
+    "tp2 of sequences x dp2, ZeRO 2": 3,
+    "cp2, ring": 1,
+    "tp2 of sequences x cp2": 2,
+    "pp2 x dp2, ZeRO 1": 1,
+    "pp2 x tp2, interleaved": 3,
+}
+"""Layouts, and the rank whose weight is wrong."""
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=3)
+@pytest.mark.parametrize("layout", WRONG)
+def test_a_wrong_weight_on_one_rank_is_named(folder, layout):
+    rank, weight = WRONG[layout], "model.layers.1.self_attn.q_proj.weight"
+    good, bad = dumped(folder, layout), dumped(folder, layout, fault=Fault("bit", weight, rank))
+    comparison = compared(good, bad)
+    named = [row.detail for row in comparison.off if row.kind == WEIGHT and row.name == weight and row.step == 0]
+    copies = [each for each in comparison.copies if each.startswith("step 0") and weight in each and " weight " in each]
+    assert any(f"rank {rank} of B" in each for each in named) or any(f"rank {rank} has" in each for each in copies), (
+        named,
+        comparison.copies[:3],
+    )
+    assert comparison.first_off(OUTPUT).name == "model.layers.1.self_attn"
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_wrong_scale_in_a_layer_is_named(folder, layout):
+    module = "model.layers.2.mlp"
+    comparison = compared(dumped(folder, ONE), dumped(folder, layout, fault=Fault("scale", module)))
+    first = comparison.first_off()
+    assert (first.step, first.kind, first.name) == (0, OUTPUT, module), first
+    assert first.error == pytest.approx(1e-3, rel=0.2)

@@ -69,7 +69,7 @@ class StepComparison:
     """One step of two runs; ``rounding_dtype``: in place of the coarsest dtype of both."""
 
     def __init__(self, runs: tuple[DumpedRun, DumpedRun], step: int, first: int, rounding_dtype: str | None) -> None:
-        self.runs, self.step, self.is_first = runs, step, step == first
+        self.runs, self.step, self.first, self.is_first = runs, step, first, step == first
         self.weights = [merged_weights(run, step) for run in runs]
         self.outputs = [merged_outputs(run, step) for run in runs]
         self.names = _in_order([each for each in self.outputs[0] if each in self.outputs[1]], self.outputs[0])
@@ -82,8 +82,8 @@ class StepComparison:
         self.rounding = Rounding(rounding_dtype or coarsest(dtypes), terms)
         stepped = coarsest({self.rounding.dtype, *states})
         self.rounding_of_steps = Rounding(rounding_dtype or stepped, max(terms, self._tokens()))
-        self.before = 0 if self.is_first else 4 * self.borders * (step - first)
-        """Borders of the steps before."""
+        self.before = self.borders * (step - first)
+        """The borders that count for the steps before: their weights have the same roundings."""
 
     def _tokens(self) -> int:
         """Tokens of the step, over which gradients of weights are summed."""
@@ -115,12 +115,12 @@ class StepComparison:
         if kind == WEIGHT and self.is_first:
             if self.step == 0:
                 return 0.0 if a.dtype == b.dtype else UNIT[coarsest((a.dtype, b.dtype))]
-            return self.rounding_of_steps.explains(4 * self.borders * self.step)
+            return self.rounding_of_steps.explains(self.step)
         if kind == WEIGHT:
-            return self.rounding_of_steps.explains(self.before)
+            return self.rounding_of_steps.explains(self.step - self.first)
         rounding = self.rounding if self.is_first and kind == GRADIENT else self.rounding_of_steps
         rounding = Rounding(rounding.dtype, self.rounding_of_steps.terms)
-        return rounding.explains(self.before + (3 if kind == GRADIENT else 4) * self.borders)
+        return rounding.explains(self.before + 2 * self.borders + (1 if kind == GRADIENT else 2))
 
     def _middle(self, kind: str, keys: Iterable[tuple[str, str, str]]) -> dict[str, float]:
         """The size below which tensors of a kind, by state, are compared as if they were so large."""

@@ -19,7 +19,7 @@ UNIT = {"float64": 2**-53, "float32": 2**-24, "tf32": 2**-11, "float16": 2**-11,
 """Unit roundoff by dtype."""
 OPERATIONS = 8
 """Operators between two borders: a norm has 4, an MLP 5, attention 10."""
-SAFETY = 4.0
+SAFETY = 2.0
 """For errors that are not independent, and for the amplification by norms and softmax."""
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from dumped_runs import EXPERTS, LAYOUTS, Fault, batch_of, dumped
+from dumped_runs import EXPERTS, LAYOUTS, PLAIN, Fault, Setting, dumped
 
 from ds_npu.comparison.compared_steps import Comparison, compared
 from ds_npu.dump_hooks import GRADIENT, GRADIENT_OF_OUTPUT, OUTPUT, WEIGHT
 
-ONE = "one process"
+ONE, MIXTRAL = "one process", Setting(family="mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,15 @@ def test_two_layouts_agree(folder, a, b):
 @pytest.mark.matrix(corners=1, drawn=2)
 @pytest.mark.parametrize(("a", "b"), [pytest.param(*each) for each in itertools.combinations([ONE, *EXPERTS], 2)])
 def test_two_layouts_of_experts_agree(folder, a, b):
-    check_alike(compared(dumped(folder, a, "mixtral"), dumped(folder, b, "mixtral")), (a, b))
+    check_alike(compared(dumped(folder, a, MIXTRAL), dumped(folder, b, MIXTRAL)), (a, b))
 
 
 @pytest.mark.slow
 @pytest.mark.matrix(corners=1, drawn=2)
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
 def test_padding_and_whole_tensors_agree(folder, layout):
-    more = {"padded": True, "what": "tensors"}
-    comparison = compared(dumped(folder, ONE, **more), dumped(folder, layout, **more))
+    setting = Setting(padded=True, what="tensors")
+    comparison = compared(dumped(folder, ONE, setting), dumped(folder, layout, setting))
     check_alike(comparison, layout)
     assert any(row.error > 0 for row in comparison.rows if row.kind == OUTPUT)
 
@@ -59,7 +59,7 @@ def test_padding_and_whole_tensors_agree(folder, layout):
 FLIPPED = {
     "model.layers.1.self_attn.q_proj.weight": ("model.layers.1.self_attn", 5),
     "model.layers.2.mlp.down_proj.weight": ("model.layers.2.mlp", 5),
-    "model.embed_tokens.weight": ("model.embed_tokens", 32 * int(batch_of(0, False)["input_ids"][0, 0])),
+    "model.embed_tokens.weight": ("model.embed_tokens", 32 * int(PLAIN.batch(0)["input_ids"][0, 0])),
     "model.layers.3.post_attention_layernorm.weight": ("model.layers.3.post_attention_layernorm", 5),
 }
 """Weights, the modules whose outputs part first, and elements that matter."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import gradient_rule as rule
+import peft
 import tensor_parallel_rule as dense
 import tiny_models
 import torch
@@ -82,40 +85,77 @@ def scaled(module: nn.Module, args: object, out: object) -> object:
     return (out[0] * 1.001, *out[1:]) if isinstance(out, tuple) else out * 1.001
 
 
-def model_of(family: str) -> nn.Module:
-    changes: dict[str, object] = {"num_hidden_layers": BLOCKS}
-    if family == "mixtral":
-        changes["output_router_logits"] = False  # Its loss is a mean over micro-batches, which layouts have others of.
-    return tiny_models.tiny(family, torch.float64, **changes)
+@dataclass(frozen=True)
+class Setting:
+    """All of a run but its layout."""
 
+    family: str = "llama"
+    dtype: torch.dtype = torch.float64
+    padded: bool = False
+    packed: bool = False
+    adam: bool = False
+    lora: bool = False
+    checkpointing: bool = False
+    """transformers' gradient checkpointing, reentrant."""
+    what: str = "statistics"
+    modules: tuple[str, ...] = ()
+    section: str = "{}"
+    """Further keys of the section, as JSON."""
 
-def batch_of(step: int, padded: bool) -> dict[str, torch.Tensor]:
-    """A batch; ``padded``: each sample has two tokens of padding, in front or at the end."""
-    ids = torch.randint(3, 60, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
-    if not padded:
+    def model(self) -> nn.Module:
+        changes: dict[str, object] = {"num_hidden_layers": BLOCKS}
+        if self.family == "mixtral":
+            changes["output_router_logits"] = False  # Its loss is a mean over micro-batches, which differ.
+        model = tiny_models.tiny(self.family, torch.float32, **changes)
+        if self.lora:
+            targets = ["q_proj", "v_proj", "down_proj"]
+            model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets))
+            generator = torch.Generator().manual_seed(4)
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    if "lora_" in name:
+                        weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+            model.enable_input_require_grads()
+        return model.to(self.dtype).train()
+
+    def batch(self, step: int) -> dict[str, torch.Tensor]:
+        """A batch; padded: each sample has two tokens of padding; packed: each has documents of 3 and 7 tokens."""
+        ids = torch.randint(3, 60, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
+        if self.padded:
+            mask = torch.ones_like(ids)
+            mask[:, -2:] = 0
+            return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+        if self.packed:
+            positions = torch.cat([torch.arange(3), torch.arange(7)]).expand(SAMPLES, -1)
+            return {"input_ids": ids, "labels": ids, "position_ids": positions}
         return {"input_ids": ids, "labels": ids}
-    mask = torch.ones_like(ids)
-    mask[::2, -2:] = 0
-    mask[1::2, -2:] = 0
-    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+    def config(self, folder: str, section: dict, stage: int) -> dict:
+        dump = {"steps": list(STEPS), "folder": folder, "what": self.what, "modules": list(self.modules)}
+        config = dense.config(stage, self.dtype, {**section, **json.loads(self.section), "dump": dump})
+        if self.adam:
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        return config
 
 
-def train(folder: str, layout: tuple[int, dict, int], family: str, fault: Fault | None, more: dict) -> None:
-    """Train one step of each of STEPS on this world and dump it; ``more``: ``padded``, and keys of ds_npu.dump."""
+PLAIN = Setting()
+
+
+def train(folder: str, layout: tuple[int, dict, int], setting: Setting, fault: Fault | None) -> None:
+    """Train one step of each of STEPS on this world and dump it."""
     import deepspeed
 
     rule.without_extension()
     _, section, stage = layout
-    padded = more.pop("padded", False)
-    section = {**section, "dump": {"steps": list(STEPS), "folder": folder, **more}}
-    config = dense.config(stage, torch.float64, section)
-    parallel = section.get("parallel", {})
+    config = setting.config(folder, section, stage)
     dp = dist.get_world_size()
     for axis in ("tensor", "context", "pipeline"):
-        dp //= parallel.get(axis, 1)
+        dp //= section.get("parallel", {}).get(axis, 1)
     config["train_micro_batch_size_per_gpu"] = SAMPLES // dp // 2
     config["gradient_accumulation_steps"] = 2
-    model = model_of(family)
+    model = setting.model()
     if fault is not None:
         fault.before(model)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -123,20 +163,20 @@ def train(folder: str, layout: tuple[int, dict, int], family: str, fault: Fault 
     if fault is not None:
         fault.after(engine.module, dist.get_rank())
     for step in range(max(STEPS) + 1):
-        whole = batch_of(step, padded)
+        whole = setting.batch(step)
         rank = engine.topology.rank("dp")
         own = {name: each.view(2, dp, -1, LENGTH)[:, rank] for name, each in whole.items()}
         for index in range(2):
-            with tiny_models.Float64():
+            with tiny_models.Float64() if setting.dtype == torch.float64 else nullcontext():
                 loss = engine(**{name: each[index] for name, each in own.items()}).loss
             engine.backward(loss)
             engine.step()
 
 
-def dumped(folder: Path, layout: str, family: str = "llama", fault: Fault | None = None, **more: object) -> DumpedRun:
+def dumped(folder: Path, layout: str, setting: Setting = PLAIN, fault: Fault | None = None) -> DumpedRun:
     """The dump of a run at one of LAYOUTS or EXPERTS; of the same run only one is made in ``folder``."""
-    own = folder / hashlib.sha256(f"{layout} {family} {fault} {more}".encode()).hexdigest()[:12]
+    own = folder / hashlib.sha256(f"{layout} {setting} {fault}".encode()).hexdigest()[:12]
     if not own.exists():
         found = (LAYOUTS | EXPERTS)[layout]
-        run_on_ranks(found[0], train, str(own), found, family, fault, more)
+        run_on_ranks(found[0], train, str(own), found, setting, fault)
     return DumpedRun(own)

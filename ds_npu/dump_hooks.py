@@ -319,7 +319,9 @@ def record_weight(
 ) -> None:
     """Record ``values`` of a weight, of its gradient or of its state; ``record``: kind, name, shape, order, parts."""
     if values.numel():
-        own = {"dtype": str(values.dtype)[6:], "count": [values.numel()], "fingerprint": fingerprint(values, indices)}
+        own: Record = {"dtype": str(values.dtype)[6:], "count": [values.numel()]}
+        if record["kind"] == WEIGHT:
+            own["fingerprint"] = fingerprint(values, indices)
         file.add({**record, **own}, statistics(values.detach().reshape(1, -1)), values)
 
 

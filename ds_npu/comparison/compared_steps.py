@@ -103,7 +103,7 @@ class StepComparison:
                 self._copies(comparison, run, kind, name, each) for run, each in zip(self.runs, (a, b), strict=True)
             ]
             explained = self._explained(kind, a, b)
-            if a.fingerprint == b.fingerprint:
+            if kind == WEIGHT and a.fingerprint == b.fingerprint:
                 error = 0.0
             elif explained == 0:
                 error = max(self._weight_error(a, b, 0.0), 2**-53)

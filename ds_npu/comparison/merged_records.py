@@ -26,7 +26,8 @@ class MergedWeight:
     dtype: str
     order: tuple[int, ...]
     shape: tuple[int, ...]
-    fingerprint: int
+    fingerprint: int | None
+    """Of a weight, a hash of the bits of its elements."""
     parts: Mapping[str, Part]
     """The first holder's record of each part, by what it is of."""
     prints: Mapping[str, str]
@@ -113,6 +114,12 @@ def numbers_of(record: Record, row: int = 0) -> Numbers:
     return found.scaled(record.get("factor", 1.0))
 
 
+def print_of(record: Record) -> str:
+    """What copies of a part have alike: the hash of a weight's bits, the statistics of others."""
+    found: str = record.get("fingerprint") or f"{record['sum']} {record['squares']} {record['min']} {record['max']}"
+    return found
+
+
 def merged_weights(run: DumpedRun, step: int) -> dict[tuple[str, str, str], MergedWeight]:
     """Weights, gradients and states of ``step``, by kind, name and state; raises DumpReadError for missing elements."""
     parts: dict[tuple[str, str, str], list[Part]] = {}
@@ -126,18 +133,17 @@ def _merged(run: DumpedRun, step: int, key: tuple[str, str, str], parts: Sequenc
     held: dict[str, list[Part]] = {}
     for rank, record in parts:
         held.setdefault(f"{record.get('ranges', '')} {record.get('window', '')}", []).append((rank, record))
-    numbers, total, apart = Numbers(), 0, 0.0
+    numbers, apart = Numbers(), 0.0
     differing: list[int] = []
     chosen: dict[str, Part] = {}
     for where, copies in held.items():
-        usual, _ = Counter(record["fingerprint"] for _, record in copies).most_common(1)[0]
-        chosen[where] = next(each for each in copies if each[1]["fingerprint"] == usual)
+        usual, _ = Counter(print_of(record) for _, record in copies).most_common(1)[0]
+        chosen[where] = next(each for each in copies if print_of(each[1]) == usual)
         own = numbers_of(chosen[where][1])
-        odd = [(rank.rank, record) for rank, record in copies if record["fingerprint"] != usual]
+        odd = [(rank.rank, record) for rank, record in copies if print_of(record) != usual]
         differing += [rank for rank, _ in odd]
         apart = max([apart, *(least_error(own, numbers_of(record)) for _, record in odd)])
         numbers.add(own)
-        total += int(usual, 16)
     first = parts[0][1]
     shape = tuple(first["shape"])
     if numbers.count != math.prod(shape):
@@ -145,10 +151,11 @@ def _merged(run: DumpedRun, step: int, key: tuple[str, str, str], parts: Sequenc
         raise DumpReadError(
             f"{run.folder}: step {step}: {kind} {name} {state}has {numbers.count} of {math.prod(shape)} elements"
         )
-    prints = {where: record["fingerprint"] for where, (_, record) in chosen.items()}
+    prints = {where: print_of(record) for where, (_, record) in chosen.items()}
+    total = sum(int(each, 16) for each in prints.values()) % 2**64 if key[0] == WEIGHT else None
     order = tuple(first["order"])
     return MergedWeight(
-        numbers, first["dtype"], order, shape, total % 2**64, chosen, prints, tuple(sorted(set(differing))), apart
+        numbers, first["dtype"], order, shape, total, chosen, prints, tuple(sorted(set(differing))), apart
     )
 
 

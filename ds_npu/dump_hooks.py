@@ -6,10 +6,9 @@ ds_npu writes its own dumps with it. A run without ds_npu (on a GPU, on a CPU) c
     dump = Dump(model, optimizer, "gpu_dump", steps=[0])
 
 Nothing else changes. A step begins with the first forward that trains and ends with ``optimizer.step()``. Recorded are
-the weights before it, the outputs of blocks, attention, MLPs, norms and embeddings with their gradients, the gradients
-of the weights, and the state of the optimizer behind it. Each record says which samples and tokens it is of, or which
-elements of which weight, so that the records of ranks can be put together. Files are JSON lines, and with
-``what="tensors"`` safetensors (without that package torch.save of plain tensors); nothing is pickled.
+the weights before it, outputs of blocks, attention, MLPs, norms and embeddings with their gradients, the weights'
+gradients, and the optimizer's state behind it. Each record says which samples and tokens it is of, or which elements of
+which weight. Files are JSON lines, and with ``what="tensors"`` safetensors (else torch.save of plain tensors).
 
 Shape letters: B samples, S tokens of a sample, s those of them that a rank holds, R rows.
 """
@@ -46,6 +45,7 @@ OUTPUT, GRADIENT_OF_OUTPUT, WEIGHT, GRADIENT, STATE = (
     "optimizer state",
 )
 Record = dict[str, Any]
+Indices = Callable[[int, int], torch.Tensor]
 MIXERS = (-7046029254386353131, -4417276706812531889)
 """Odd numbers of 64 bits: 2 ** 64 over the golden ratio, and one of xxHash's primes."""
 
@@ -93,7 +93,7 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
     return x.double().view(torch.int64) if x.is_floating_point() else x.long()
 
 
-def fingerprint(values: torch.Tensor, indices: Callable[[int, int], torch.Tensor] = torch.arange) -> str:
+def fingerprint(values: torch.Tensor, indices: Indices = torch.arange) -> str:
     """A hash of ``values`` and of where they stand; those of the parts of a weight add up to that of the whole.
 
     ``indices(start, stop)``: int64, the flat indices in the whole weight of elements ``start`` to ``stop``.
@@ -155,7 +155,7 @@ def runs_of(numbers: torch.Tensor) -> list[list[int]]:
     """[first number, how many] of each run of ``numbers`` that ascend by one; a run of padding begins with -1."""
     step = torch.where(numbers[1:] < 0, numbers[1:] - numbers[:-1], numbers[1:] - numbers[:-1] - 1)
     starts = [0, *((step != 0).nonzero().flatten() + 1).tolist()] if len(numbers) else []
-    stops = [*starts[1:], len(numbers)]
+    stops = [*starts[1:], len(numbers)][: len(starts)]
     return [[int(numbers[start]), stop - start] for start, stop in zip(starts, stops, strict=True)]
 
 
@@ -176,11 +176,10 @@ class DumpFile:
         self.tensors: dict[str, torch.Tensor] = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            found = self._header_in(self.folder / "rank-00000.jsonl")
-            for key in ("world", "layout", "what") if found else ():
-                if found.get(key) != self.header.get(key):
-                    here = f"{key}: found {found.get(key)}, here {self.header.get(key)}"
-                    raise ValueError(f"it has the dump of another run; {here}")
+            found = self._header_in(self.folder / "rank-00000.jsonl") or self.header
+            for key in ("world", "layout", "what"):
+                if found.get(key) != self.header[key]:
+                    raise ValueError(f"it has a dump of another run: {key} {found.get(key)}, here {self.header[key]}")
             if not self._header_in(self.path):
                 self.path.write_text(json.dumps(self.header) + "\n", encoding="utf-8")
             self.path.open("a").close()
@@ -188,11 +187,8 @@ class DumpFile:
             raise DumpError(f"{self.folder}: no dump can be written there ({error}). Name another folder") from error
 
     def _header_in(self, path: Path) -> Record:
-        if not path.exists() or not path.stat().st_size:
-            return {}
-        with path.open(encoding="utf-8") as file:
-            found: Record = json.loads(file.readline())
-        return found
+        text = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+        return dict(json.loads(text)) if text else {}
 
     def add(self, record: Record, numbers: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Keep a record with its ``statistics``, and its ``values`` where tensors are dumped, until ``write``."""
@@ -206,12 +202,13 @@ class DumpFile:
         """Write what was added since the last call as ``step``; returns its bytes, or raises DumpError."""
         lines, held, tensors = self.lines, self.numbers, self.tensors
         self.lines, self.numbers, self.tensors = [], [], {}
-        flat = torch.cat([each.reshape(-1).double().cpu() for _, each in held]).tolist() if held else []
-        for record, numbers in held:
-            of_record, flat = flat[: numbers.numel()], flat[numbers.numel() :]
-            rows = numbers.numel() // 4
-            for index, name in enumerate(("sum", "squares", "min", "max")):
-                record[name] = of_record[index * rows : (index + 1) * rows]
+        for device in {numbers.device for _, numbers in held}:  # One copy to the host for each.
+            own = [(record, numbers) for record, numbers in held if numbers.device == device]
+            flat, end = torch.cat([numbers.reshape(-1) for _, numbers in own]).cpu().tolist(), 0
+            for record, numbers in own:
+                for name in ("sum", "squares", "min", "max"):
+                    record[name] = flat[end : end + numbers.shape[1]]
+                    end += numbers.shape[1]
         lines.append({"kind": "end", "records": len(lines)})
         text = "".join(json.dumps({"step": step, **record}) + "\n" for record in lines)
         needed = len(text) + sum(each.nbytes for each in tensors.values())
@@ -239,12 +236,10 @@ class DumpFile:
 
 def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write ``tensors``, first under the name ``path``; without safetensors by torch.save."""
-    if importlib.util.find_spec("safetensors") is not None:
-        importlib.import_module("safetensors.torch").save_file(tensors, path)
-        path.rename(path.with_suffix(".safetensors"))
-    else:
-        torch.save(tensors, path)
-        path.rename(path.with_suffix(".pt"))
+    has_safetensors = importlib.util.find_spec("safetensors") is not None
+    save = importlib.import_module("safetensors.torch").save_file if has_safetensors else torch.save
+    save(tensors, path)
+    path.rename(path.with_suffix(".safetensors" if has_safetensors else ".pt"))
 
 
 class ForwardRecords:
@@ -311,12 +306,7 @@ class ForwardRecords:
         return str(self.batches[key]["batch"])
 
 
-def record_weight(
-    file: DumpFile,
-    record: Record,
-    values: torch.Tensor,
-    indices: Callable[[int, int], torch.Tensor] = torch.arange,
-) -> None:
+def record_weight(file: DumpFile, record: Record, values: torch.Tensor, indices: Indices = torch.arange) -> None:
     """Record ``values`` of a weight, of its gradient or of its state; ``record``: kind, name, shape, order, parts."""
     if values.numel():
         own: Record = {"dtype": str(values.dtype)[6:], "count": [values.numel()]}
@@ -328,13 +318,8 @@ def record_weight(
 def border_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Blocks, attention, MLPs, norms and embeddings of ``model`` by their classes, under their plain names."""
     found: dict[str, nn.Module] = {}
-    blocks = {
-        id(block)
-        for each in model.modules()
-        if isinstance(each, nn.ModuleList)
-        for block in each
-        if any(True for _ in block.children())
-    }
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    blocks = {id(block) for each in lists for block in each if list(block.children())}
     for name, module in model.named_modules():
         kind = type(module).__name__
         known = isinstance(module, nn.Embedding) or NORMS.search(kind) or SUBLAYERS.search(kind) or id(module) in blocks
@@ -374,12 +359,12 @@ class Dump:
         self.micro_batches += 1
 
     def _begin_step(self) -> None:
-        for name, weight in self.model.named_parameters():
+        for name, weight in self._weights():
             record_weight(self.file, self._described(WEIGHT, name, weight), weight)
 
             def accumulated(weight: torch.Tensor, name: str = name) -> None:
                 assert weight.grad is not None
-                self.gradients[name] = weight.grad.detach().clone()
+                self.gradients[name] = weight.grad.detach().to("cpu", copy=True)
 
             if weight.requires_grad:
                 hook = weight.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
@@ -391,13 +376,16 @@ class Dump:
 
             self.hooks.append(module.register_forward_hook(returned))
 
+    def _weights(self) -> list[tuple[str, nn.Parameter]]:
+        return [each for each in self.model.named_parameters() if ".original_module." not in each[0]]
+
     def _described(self, kind: str, name: str, weight: torch.Tensor) -> Record:
         order = position_of(self.model, name)
         return {"kind": kind, "name": plain_name(name), "shape": list(weight.shape), "order": order}
 
     def _end_step(self, *_: Any) -> None:
         if self.hooks:
-            for name, weight in self.model.named_parameters():
+            for name, weight in self._weights():
                 if name in self.gradients:
                     record_weight(self.file, self._described(GRADIENT, name, weight), self.gradients[name])
                 for key, value in self.optimizer.state.get(weight, {}).items():

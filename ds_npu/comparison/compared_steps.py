@@ -192,6 +192,14 @@ class StepComparison:
             found.append(sum(map(len, a.values())) - sum(alike))
         return found[0], found[1]
 
+    def without_gradients(self) -> Iterator[str]:
+        """How many outputs have no gradient in one of the runs, in words."""
+        for letter, outputs in zip("AB", self.outputs, strict=True):
+            found = [name for kind, name in outputs if kind == OUTPUT and (GRADIENT_OF_OUTPUT, name) not in outputs]
+            if found:
+                why = "nothing before them is trained, or a reentrant checkpoint computes them again"
+                yield f"step {self.step}: {len(found)} outputs of {letter} have no gradient ({found[0]}): {why}"
+
     def only_in_one(self) -> Iterator[str]:
         """Names of outputs and weights that one run alone has recorded, in words."""
         for letter, mine, other in (("A", 0, 1), ("B", 1, 0)):
@@ -229,6 +237,7 @@ def compared(a: DumpedRun, b: DumpedRun, rounding_dtype: str | None = None) -> C
             break
         for kind in (GRADIENT, STATE):
             comparison.rows += both.of_weights(kind, comparison)
+        comparison.notes += both.without_gradients()
         comparison.notes.append(f"step {step}: rounding of {both.rounding}")
     return comparison
 

@@ -22,6 +22,7 @@ from ds_npu.parallel.pipeline.pass_through import PassThrough
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
 
 SAMPLES, LENGTH, STEPS, BLOCKS = 8, 10, (0, 1), 4
+LR, CLIP = rule.LR, rule.CLIP
 SEQUENCE = {"tensor": 2, "sequence_parallel": True, "probe": False}
 LAYOUTS: dict[str, tuple[int, dict, int]] = {
     "one process": (1, {}, 0),

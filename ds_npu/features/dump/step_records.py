@@ -187,7 +187,7 @@ class StepRecords:
         with allow_shard_access():
             for piece in pieces:
                 name = known.get(id(piece.weight))
-                if name is None or (names.is_copy(names.parent(name)) and f".{names.ORIGINAL}." in name):
+                if name is None or f".{names.ORIGINAL}." in name:
                     continue
                 if not self.weights(plain_name(name)):
                     continue

@@ -23,7 +23,7 @@ NAMES = {
 STEPS = ("step", "steps", "iteration", "iter", "global_step", "global_steps")
 NUMBER = r"(-?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|nan|inf))"
 TEXT = {
-    "step": re.compile(rf"\b(?:{'|'.join(STEPS)})\b\W{{0,4}}(\d+)", re.IGNORECASE),
+    "step": re.compile(rf"\b(?:{'|'.join(STEPS)})\b\W{{0,12}}(\d+)", re.IGNORECASE),
     "loss": re.compile(rf"\b(?:lm[ _])?loss\b['\"]?\s*[:=]?\s*{NUMBER}", re.IGNORECASE),
     "grad_norm": re.compile(rf"\b(?:grad(?:ient)?[ _])?norm\b['\"]?\s*[:=]?\s*{NUMBER}", re.IGNORECASE),
 }
@@ -140,7 +140,7 @@ def parting(name: str, a: Curve, b: Curve) -> Parting:
     """Where two curves part: from a step on they are further apart than the noise at the beginning."""
     steps = sorted(a.keys() & b.keys())
     apart = [_difference(a[step], b[step]) for step in steps]
-    noise = statistics.median(apart[:BEFORE]) if apart else 0.0
+    noise = statistics.median([each for each in apart[:BEFORE] if math.isfinite(each)] or [0.0])
     most = max(range(len(steps)), key=apart.__getitem__, default=None)
     worst = (0, 0.0) if most is None else (steps[most], apart[most])
     return Parting(name, len(steps), noise, worst, _first_run(steps, apart, noise))

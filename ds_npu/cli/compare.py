@@ -47,7 +47,7 @@ def _dumps(arguments: Namespace) -> int:
         return refused("compare", f"both runs have no step in common: found {found}")
     comparison = compared(*runs, arguments.dtype)
     described = [f"{letter}: {run}" for letter, run in zip("AB", runs, strict=True)]
-    details = [f"  {line}" for line in (*summary(comparison), *comparison.notes)]
+    details = [f"  {line}" for line in (*summary(comparison, arguments.all), *comparison.notes)]
     rows = list(table(comparison, arguments.all))
     _print((*answer(comparison), "", *described, *details, *([""] if rows else []), *rows))
     if arguments.svg is not None and comparison.rows:

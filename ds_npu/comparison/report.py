@@ -46,9 +46,14 @@ def _numbers(row: Row) -> str:
     return f"error {row.error:.1e}, rounding explains {row.explained:.1e}{detail}"
 
 
-def summary(comparison: Comparison) -> Iterator[str]:
-    """For each step and kind, how many tensors were compared, and the largest error."""
-    for step in sorted({row.step for row in comparison.rows}):
+def summary(comparison: Comparison, every: bool = False) -> Iterator[str]:
+    """For each step and kind, how many tensors were compared, and the largest error.
+
+    ``every``: also of steps behind the first finding.
+    """
+    first = comparison.first_off()
+    last = None if first is None or every else first.step
+    for step in sorted({row.step for row in comparison.rows if last is None or row.step <= last}):
         for kind in KINDS:
             rows = [row for row in comparison.rows if (row.step, row.kind) == (step, kind)]
             if not rows:

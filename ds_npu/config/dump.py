@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -19,5 +19,5 @@ class DumpSection(Section):
     """Globs over names of blocks, attention, MLPs and norms to dump, with the weights in them; left out: all."""
     what: Literal["statistics", "tensors"] = "statistics"
     """Sum, sum of squares, least and largest value of each tensor; or these and the tensors themselves."""
-    folder: Annotated[str, Field(min_length=1, description="a non-empty string")] = "ds_npu_dump"
-    """The folder that all ranks write to, each files of its own."""
+    folder: str = Field(default="ds_npu_dump", min_length=1)
+    """The folder, a non-empty string, that all ranks write to, each files of its own."""

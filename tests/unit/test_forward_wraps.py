@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_npu.parallel.runtime.forward_wraps import Level, replace_innermost_forward, wrap_forward
+from ds_npu.parallel.runtime.forward_wraps import Level, replace_innermost_forward, unwrap_forward, wrap_forward
 
 
 def wrap(module: nn.Module, level: Level, called: list[str]) -> None:
@@ -54,3 +56,21 @@ def test_the_class_and_other_instances_stay_as_they_are():
     wrap(module, Level.REGION, called)
     other(torch.ones(2))
     assert not called and "forward" not in vars(other)
+
+
+def test_a_wrap_is_removed_from_a_forward_that_a_client_has_bound():
+    """TRL puts a method of its own in place of a model's forward."""
+    module = nn.Linear(2, 2)
+    own = MethodType(lambda self, x: x, module)
+    module.forward = own
+
+    def wrapper(forward, *args):
+        return forward(*args)
+
+    wrap_forward(module, wrapper, Level.MODEL)
+    unwrap_forward(module, wrapper)
+    assert module.forward is own
+    del module.forward
+    wrap_forward(module, wrapper, Level.MODEL)
+    unwrap_forward(module, wrapper)
+    assert "forward" not in vars(module)

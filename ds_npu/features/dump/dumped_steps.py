@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_npu.config.dump import DumpSection
 from ds_npu.config.roles import Role
-from ds_npu.dump_hooks import DumpFile, border_modules, plain_name
+from ds_npu.dump_hooks import DumpError, DumpFile, border_modules, plain_name
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
 from ds_npu.features.dump.step_records import StepRecords, loss_scale, one_message
@@ -100,7 +100,8 @@ class Dumping:
 
     def say_missing(self) -> None:
         """Say at the end of the run which steps never came."""
-        if self.missing and self.records.file.header["rank"] == 0:
+        # A reference model's engine has the same config, and never trains.
+        if self.missing and self.engine.global_steps > 0 and self.records.file.header["rank"] == 0:
             steps, ended = _listed(self.missing), self.engine.global_steps
             logger().warning("%s.steps: %s never came: the run ended behind step %d", KEY, steps, ended - 1)
 
@@ -123,7 +124,11 @@ def _install(section: DumpSection, build: Build, borders: Sequence[str], engine:
         "what": section.what,
     }
     shards = topology.size("tp") if build.sequence_parallel else 1
-    records = StepRecords(engine, DumpFile(section.folder, header), borders, shards)
+    try:
+        file = DumpFile(section.folder, header)
+    except DumpError as error:
+        raise ValueError(f"{KEY}.folder: {error}") from error
+    records = StepRecords(engine, file, borders, shards)
     if section.modules:
         wanted = tuple(f"{plain_name(name)}." for name in borders)
         records.weights = lambda name: name.startswith(wanted)

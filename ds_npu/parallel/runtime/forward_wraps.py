@@ -95,7 +95,8 @@ def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
         raise ValueError(f"{wrapper} wraps no {name} of this {type(owner).__name__}")
     if outer is not None:
         outer.inner = made.inner
-    elif inspect.ismethod(made.inner) and made.inner.__self__ is owner:
+    elif made.inner == getattr(type(owner), name).__get__(owner):
+        # The method of the class; a client may have bound one of its own to the owner (TRL's forward).
         delattr(owner, name)
     else:
         setattr(owner, name, made.inner)

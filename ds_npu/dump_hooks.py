@@ -50,7 +50,7 @@ MIXERS = (-7046029254386353131, -4417276706812531889)
 """Odd numbers of 64 bits: 2 ** 64 over the golden ratio, and one of xxHash's primes."""
 
 
-def plain_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
     """The name that a module or parameter has in the model without PEFT's and torch.compile's wrappers."""
     return f"{WRAPPERS.sub('', name)}.".removeprefix("base_model.model.")[:-1]
 
@@ -93,7 +93,7 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
     return x.double().view(torch.int64) if x.is_floating_point() else x.long()
 
 
-def fingerprint(values: torch.Tensor, indices: Indices = torch.arange) -> str:
+def hash_of_bits(values: torch.Tensor, indices: Indices = torch.arange) -> str:
     """A hash of ``values`` and of where they stand; those of the parts of a weight add up to that of the whole.
 
     ``indices(start, stop)``: int64, the flat indices in the whole weight of elements ``start`` to ``stop``.
@@ -311,7 +311,7 @@ def record_weight(file: DumpFile, record: Record, values: torch.Tensor, indices:
     if values.numel():
         own: Record = {"dtype": str(values.dtype)[6:], "count": [values.numel()]}
         if record["kind"] == WEIGHT:
-            own["fingerprint"] = fingerprint(values, indices)
+            own["fingerprint"] = hash_of_bits(values, indices)
         file.add({**record, **own}, statistics(values.detach().reshape(1, -1)), values)
 
 
@@ -324,7 +324,7 @@ def border_modules(model: nn.Module) -> dict[str, nn.Module]:
         kind = type(module).__name__
         known = isinstance(module, nn.Embedding) or NORMS.search(kind) or SUBLAYERS.search(kind) or id(module) in blocks
         if known and ".experts." not in f".{name}.":
-            found[plain_name(name)] = module
+            found[unwrapped_name(name)] = module
     return found
 
 
@@ -381,7 +381,7 @@ class Dump:
 
     def _described(self, kind: str, name: str, weight: torch.Tensor) -> Record:
         order = position_of(self.model, name)
-        return {"kind": kind, "name": plain_name(name), "shape": list(weight.shape), "order": order}
+        return {"kind": kind, "name": unwrapped_name(name), "shape": list(weight.shape), "order": order}
 
     def _end_step(self, *_: Any) -> None:
         if self.hooks:

@@ -11,7 +11,7 @@ from ds_npu.comparison.compared_steps import compared
 from ds_npu.comparison.curves import CurveError, curves_of, partings
 from ds_npu.comparison.dump_reader import DumpedRun, DumpReadError
 from ds_npu.comparison.picture import error_svg
-from ds_npu.comparison.report import answer, summary, table
+from ds_npu.comparison.report import answer, counts_by_kind, error_table
 from ds_npu.comparison.rounding import UNIT
 from ds_npu.config.problems import printable
 
@@ -47,8 +47,8 @@ def _dumps(arguments: Namespace) -> int:
         return refused("compare", f"both runs have no step in common: found {found}")
     comparison = compared(*runs, arguments.dtype)
     described = [f"{letter}: {run}" for letter, run in zip("AB", runs, strict=True)]
-    details = [f"  {line}" for line in (*summary(comparison, arguments.all), *comparison.notes)]
-    rows = list(table(comparison, arguments.all))
+    details = [f"  {line}" for line in (*counts_by_kind(comparison, arguments.all), *comparison.notes)]
+    rows = list(error_table(comparison, arguments.all))
     _print((*answer(comparison), "", *described, *details, *([""] if rows else []), *rows))
     if arguments.svg is not None and comparison.rows:
         names = arguments.a.name, arguments.b.name

@@ -24,6 +24,7 @@ SMALL = 16
 """A gradient or state whose root mean square is below the median's by more is compared as if it were so large: it may
 be nothing but rounding, as that of a bias of keys, which the softmax takes out."""
 SQUARED = "exp_avg_sq"
+Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Row:
     error: float
     explained: float
     detail: str = ""
-    """Which sample, or which ranks, in words."""
+    """The sample, or the ranks, in words."""
 
     @property
     def is_off(self) -> bool:
@@ -155,10 +156,8 @@ class StepComparison:
             for run, merged in zip(self.runs, (a, b), strict=True):
                 ranks, most = merged.differing()
                 if most > explained:
-                    said = (
-                        f"step {self.step}: {run.folder}: {_listed(ranks)} another {kind} of {key[1]} than its copies"
-                    )
-                    comparison.copies.append(said)
+                    what = f"another {kind} of {key[1]} than its copies"
+                    comparison.copies.append(f"step {self.step}: {run.folder}: {_listed(ranks)} {what}")
             yield self._row_of_output(key, a, b, explained)
 
     def _row_of_output(self, key: tuple[str, str], a: MergedOutput, b: MergedOutput, explained: float) -> Row:

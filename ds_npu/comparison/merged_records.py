@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_npu.comparison.dump_reader import DumpedRun, DumpReadError, RankRecords
-from ds_npu.comparison.held_elements import HeldElements
 from ds_npu.comparison.rounding import Numbers, least_error
+from ds_npu.comparison.weight_elements import WeightElements
 from ds_npu.dump_hooks import GRADIENT, STATE, WEIGHT, Record
 
 OF_WEIGHTS = (WEIGHT, GRADIENT, STATE)
@@ -27,7 +27,7 @@ class MergedWeight:
     order: tuple[int, ...]
     shape: tuple[int, ...]
     fingerprint: int | None
-    """Of a weight, a hash of the bits of its elements."""
+    """A hash of the bits of a weight's elements; None of others."""
     parts: Mapping[str, Part]
     """The first holder's record of each part, by what it is of."""
     prints: Mapping[str, str]
@@ -45,7 +45,7 @@ class MergedWeight:
                 return None
             if found is None:
                 found = torch.empty(math.prod(self.shape), dtype=values.dtype)
-            found[held_elements(record).indices(0, values.numel())] = values.reshape(-1)
+            found[elements_of(record).indices(0, values.numel())] = values.reshape(-1)
         return found
 
 
@@ -57,9 +57,9 @@ class SamplePieces:
     """Data rank, micro-batch and row in it."""
     numbers: Numbers = field(default_factory=Numbers)
     tokens: dict[str, tuple[int, Record, int]] = field(default_factory=dict)
-    """By the runs of the tokens: the first rank that holds them, its record, and the row in it."""
+    """The first rank that holds tokens, its record, and the row in it, by the runs of the tokens."""
     copies: dict[str, list[tuple[int, Numbers]]] = field(default_factory=dict)
-    """By the same, what each of their ranks has."""
+    """The statistics that each of their ranks has, by the same."""
 
     def whole(self, run: DumpedRun, step: int) -> torch.Tensor | None:
         """Its values [tokens, ...], in the order of their numbers, on the host; None of statistics."""
@@ -98,13 +98,13 @@ class MergedOutput:
         return tuple(sorted(ranks)), most
 
 
-def held_elements(record: Record) -> HeldElements:
+def elements_of(record: Record) -> WeightElements:
     """The elements of its weight that ``record`` is of."""
     dims = {
         int(dim): torch.cat([torch.arange(*each) for each in ranges])
         for dim, ranges in record.get("ranges", {}).items()
     }
-    return HeldElements(tuple(record["shape"]), dims, record.get("window", [0])[0])
+    return WeightElements(tuple(record["shape"]), dims, record.get("window", [0])[0])
 
 
 def numbers_of(record: Record, row: int = 0) -> Numbers:
@@ -115,7 +115,7 @@ def numbers_of(record: Record, row: int = 0) -> Numbers:
 
 
 def print_of(record: Record) -> str:
-    """What copies of a part have alike: the hash of a weight's bits, the statistics of others."""
+    """The text that copies of a part have alike: the hash of a weight's bits, the statistics of others."""
     found: str = record.get("fingerprint") or f"{record['sum']} {record['squares']} {record['min']} {record['max']}"
     return found
 

@@ -46,7 +46,7 @@ def _numbers(row: Row) -> str:
     return f"error {row.error:.1e}, rounding explains {row.explained:.1e}{detail}"
 
 
-def summary(comparison: Comparison, every: bool = False) -> Iterator[str]:
+def counts_by_kind(comparison: Comparison, every: bool = False) -> Iterator[str]:
     """For each step and kind, how many tensors were compared, and the largest error.
 
     ``every``: also of steps behind the first finding.
@@ -67,7 +67,7 @@ def summary(comparison: Comparison, every: bool = False) -> Iterator[str]:
                 yield f"{text}; the most: {worst.name}, {_numbers(worst)}"
 
 
-def table(comparison: Comparison, every: bool) -> Iterator[str]:
+def error_table(comparison: Comparison, every: bool) -> Iterator[str]:
     """Errors of outputs by depth, of the step of the first finding; ``every``: of all tensors and steps."""
     rows: Sequence[Row] = comparison.rows
     if not every:

@@ -65,7 +65,7 @@ class Numbers:
         self.least, self.largest = min(self.least, other.least), max(self.largest, other.largest)
 
     def scaled(self, factor: float) -> Numbers:
-        """Those of the tensor times ``factor``."""
+        """The statistics of the tensor times ``factor``."""
         ends = sorted((self.least * factor, self.largest * factor)) if self.count else [self.least, self.largest]
         return Numbers(self.count, self.sum * factor, self.squares * factor**2, *ends)
 

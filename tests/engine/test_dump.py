@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from dumped_runs import EXPERTS, LAYOUTS, PLAIN, Fault, Setting, dumped
 
 from ds_npu.comparison.compared_steps import Comparison, compared
@@ -119,3 +120,58 @@ def test_a_wrong_scale_in_a_layer_is_named(folder, layout):
     first = comparison.first_off()
     assert (first.step, first.kind, first.name) == (0, OUTPUT, module), first
     assert first.error == pytest.approx(1e-3, rel=0.2)
+
+
+WRONG_EXPERTS = {"ep2": 1, "ep2 x tp2, ZeRO 1": 2, "ep2 x etp2, ZeRO 3": 3, "pp2 x ep2": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize("layout", WRONG_EXPERTS)
+def test_a_wrong_weight_of_experts_on_one_rank_and_a_wrong_scale_are_named(folder, layout):
+    rank, weight = WRONG_EXPERTS[layout], "model.layers.1.mlp.experts.gate_up_proj"
+    good = dumped(folder, layout, MIXTRAL)
+    comparison = compared(good, dumped(folder, layout, MIXTRAL, Fault("bit", weight, rank)))
+    named = [row for row in comparison.off if (row.step, row.kind) == (0, WEIGHT)]
+    copies = [each for each in comparison.copies if f" {rank} has another weight {weight}" in each]
+    assert [row.name for row in named] == [weight] or copies, (named, comparison.copies[:3])
+    assert copies or f"rank {rank} of B" in named[0].detail
+    assert comparison.first_off(OUTPUT).name == "model.layers.1.mlp"
+    first = compared(good, dumped(folder, layout, MIXTRAL, Fault("scale", "model.layers.2.self_attn"))).first_off()
+    assert (first.step, first.kind, first.name) == (0, OUTPUT, "model.layers.2.self_attn"), first
+
+
+RECOMPUTED = '{"recompute": {"layers": "all"}}'
+SETTINGS = {
+    "Adam": Setting(adam=True),
+    "LoRA": Setting(lora=True),
+    "float32": Setting(adam=True, dtype=torch.float32),
+    "bfloat16": Setting(adam=True, dtype=torch.bfloat16),
+    "packed documents": Setting(packed=True),
+    "reentrant checkpoints": Setting(checkpointing=True, dtype=torch.float32),
+    "recompute": Setting(section=RECOMPUTED, dtype=torch.float32),
+    "a bias of keys": Setting(family="qwen2", adam=False),
+    "learned positions": Setting(family="gpt2"),
+}
+OF_SETTINGS = {
+    "learned positions": ["tp2", "pp2 x dp2, ZeRO 1"],
+    "recompute": ["tp2 of sequences x dp2, ZeRO 2", "cp2, ring"],
+}
+"""Layouts, where not all of USUAL are meant."""
+USUAL = ["tp2 of sequences x cp2", "dp4, ZeRO 3", "cp2, ring", "pp2 x dp2, ZeRO 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=2, drawn=3)
+@pytest.mark.parametrize(
+    ("setting", "layout"), [(name, layout) for name in SETTINGS for layout in OF_SETTINGS.get(name, USUAL)]
+)
+def test_settings_agree(folder, setting, layout):
+    if setting == "reentrant checkpoints" and layout.startswith("pp2"):
+        pytest.skip("checkpoints within pipeline stages have tests of their own")
+    comparison = compared(dumped(folder, ONE, SETTINGS[setting]), dumped(folder, layout, SETTINGS[setting]))
+    assert not comparison.off and not comparison.copies, (comparison.off[:3], comparison.copies[:3])
+    kinds = {(row.step, row.kind) for row in comparison.rows}
+    assert kinds >= {(step, kind) for step in (0, 1) for kind in (WEIGHT, OUTPUT, GRADIENT_OF_OUTPUT, GRADIENT)}
+    if setting == "reentrant checkpoints":
+        assert any("outputs of A have no gradient" in note for note in comparison.notes)

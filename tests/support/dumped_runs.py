@@ -60,8 +60,9 @@ class Fault:
 
     def spoil(self, weight: torch.Tensor) -> None:
         flat = weight.detach().view(-1)
-        bits = flat[self.index : self.index + 1].view(torch.int64)
-        bits ^= 1 << 50
+        one = flat[self.index : self.index + 1]
+        kind, bit = (torch.int64, 50) if one.dtype == torch.float64 else (torch.int32, 21)
+        one.copy_((one.cpu().view(kind) ^ (1 << bit)).view(one.dtype))
 
     def before(self, model: nn.Module) -> None:
         if self.kind != "scale" and self.rank is None:
@@ -169,7 +170,7 @@ def train(folder: str, layout: tuple[int, dict, int], setting: Setting, fault: F
         own = {name: each.view(2, dp, -1, LENGTH)[:, rank] for name, each in whole.items()}
         for index in range(2):
             with tiny_models.Float64() if setting.dtype == torch.float64 else nullcontext():
-                loss = engine(**{name: each[index] for name, each in own.items()}).loss
+                loss = engine(**{name: each[index].to(engine.device) for name, each in own.items()}).loss
             engine.backward(loss)
             engine.step()
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_npu.config.dump import DumpSection
 from ds_npu.config.roles import Role
-from ds_npu.dump_hooks import DumpError, DumpFile, border_modules, plain_name
+from ds_npu.dump_hooks import DumpError, DumpFile, border_modules, unwrapped_name
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
 from ds_npu.features.dump.step_records import StepRecords, loss_scale, one_message
@@ -130,7 +130,7 @@ def _install(section: DumpSection, build: Build, borders: Sequence[str], engine:
         raise ValueError(f"{KEY}.folder: {error}") from error
     records = StepRecords(engine, file, borders, shards)
     if section.modules:
-        wanted = tuple(f"{plain_name(name)}." for name in borders)
+        wanted = tuple(f"{unwrapped_name(name)}." for name in borders)
         records.weights = lambda name: name.startswith(wanted)
     dumping = Dumping(engine, section, records)
     events = engine.events

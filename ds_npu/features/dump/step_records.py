@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ds_npu.comparison.held_elements import HeldElements
+from ds_npu.comparison.weight_elements import WeightElements
 from ds_npu.dump_hooks import (
     GRADIENT,
     STATE,
@@ -25,9 +25,9 @@ from ds_npu.dump_hooks import (
     DumpFile,
     ForwardRecords,
     Record,
-    plain_name,
     position_of,
     record_weight,
+    unwrapped_name,
 )
 from ds_npu.log import logger
 from ds_npu.models import names
@@ -69,7 +69,7 @@ class StepRecords:
 
     def __init__(self, engine: TrainingEngine, file: DumpFile, borders: Collection[str], sequence_shards: int) -> None:
         """``borders``: names of modules to record; ``sequence_shards``: the tensor ranks that divide the tokens."""
-        self.engine, self.file, self.borders = engine, file, frozenset(map(plain_name, borders))
+        self.engine, self.file, self.borders = engine, file, frozenset(map(unwrapped_name, borders))
         self.shard = (engine.topology.rank("tp"), sequence_shards) if sequence_shards > 1 else (0, 1)
         self.weights: Callable[[str], bool] = lambda name: True
         """Whether the weight of a plain name is recorded."""
@@ -95,8 +95,8 @@ class StepRecords:
         wrap_forward(model, self._wrapper, Level.MODEL)
         found: dict[str, nn.Module] = {}
         for name, module in model.named_modules():
-            if plain_name(name) in self.borders and not isinstance(module, PassThrough):
-                found.setdefault(plain_name(name), module)
+            if unwrapped_name(name) in self.borders and not isinstance(module, PassThrough):
+                found.setdefault(unwrapped_name(name), module)
         for name, module in found.items():
             self.hooks.append(module.register_forward_hook(partial(self._returned, name)))
 
@@ -189,18 +189,18 @@ class StepRecords:
                 name = known.get(id(piece.weight))
                 if name is None or f".{names.ORIGINAL}." in name:
                     continue
-                if not self.weights(plain_name(name)):
+                if not self.weights(unwrapped_name(name)):
                     continue
                 order = positions.setdefault(name, position_of(model, name))
-                held = HeldElements.of(piece.weight, self.engine.topology, piece.first)
-                record: Record = {"kind": kind, "name": plain_name(name), "order": order}
+                held = WeightElements.of(piece.weight, self.engine.topology, piece.first)
+                record: Record = {"kind": kind, "name": unwrapped_name(name), "order": order}
                 record |= held.described(piece.values.numel()) | ({"state": piece.state} if piece.state else {})
                 values = piece.values if factor == 1 else piece.values * factor
                 record_weight(self.file, record, values, held.indices)
 
 
 def loss_scale(optimizer: Any) -> float:
-    """By what ``optimizer``, DeepSpeed's wrapper, has multiplied the loss; 1 without a scale."""
+    """The factor by which ``optimizer``, DeepSpeed's wrapper, has multiplied the loss; 1 without a scale."""
     for name in ("loss_scale", "cur_scale"):
         if isinstance(found := getattr(optimizer, name, None), int | float):
             return float(found)

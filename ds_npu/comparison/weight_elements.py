@@ -16,7 +16,7 @@ from ds_npu.topology.topology import Topology
 
 
 @dataclass(frozen=True)
-class HeldElements:
+class WeightElements:
     """Indices along each dim of a weight of ``shape`` that a rank has, and which elements of these a tensor holds."""
 
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class HeldElements:
     """The first element of the tensor in the flat order of what the rank holds."""
 
     @staticmethod
-    def of(weight: nn.Parameter, topology: Topology, first: int = 0) -> HeldElements:
+    def of(weight: nn.Parameter, topology: Topology, first: int = 0) -> WeightElements:
         """The elements of ``weight`` that this rank has from ``first`` on."""
         placement = placement_of(weight)
         shape = placement.shape or unpartitioned_shape(weight)
@@ -35,7 +35,7 @@ class HeldElements:
             index = dims.get(sharding.dim, torch.arange(shape[sharding.dim]))
             ranges = sharding.ranges[topology.rank(axis)]
             dims[sharding.dim] = torch.cat([index[:0], *(index[start:stop] for start, stop in ranges)])
-        return HeldElements(tuple(shape), dims, first)
+        return WeightElements(tuple(shape), dims, first)
 
     @property
     def local(self) -> list[int]:

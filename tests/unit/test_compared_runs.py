@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ds_npu.cli.main import main
 from ds_npu.comparison.curves import CurveError, curves_of, parting, partings
-from ds_npu.comparison.held_elements import HeldElements
 from ds_npu.comparison.merged_records import numbers_of
 from ds_npu.comparison.rounding import Numbers, Rounding, coarsest, error_of, least_error
-from ds_npu.dump_hooks import BatchTokens, DumpFile, ForwardRecords, fingerprint, record_weight, statistics
+from ds_npu.comparison.weight_elements import WeightElements
+from ds_npu.dump_hooks import BatchTokens, DumpFile, ForwardRecords, hash_of_bits, record_weight, statistics
 
 HEADER = {"rank": 0, "world": 1, "layout": {}, "ranks": {}, "what": "statistics"}
 
@@ -33,8 +33,8 @@ def test_statistics_and_fingerprints_of_parts_add_up(rows, cut, seed):
     whole = torch.randn(rows, 6, generator=generator, dtype=torch.float64)
     cut = min(cut, rows)
     first, second = (
-        HeldElements((rows, 6), {0: torch.arange(cut)}),
-        HeldElements((rows, 6), {0: torch.arange(cut, rows)}),
+        WeightElements((rows, 6), {0: torch.arange(cut)}),
+        WeightElements((rows, 6), {0: torch.arange(cut, rows)}),
     )
     parts = [(whole[:cut], first), (whole[cut:], second)]
     added = Numbers()
@@ -43,28 +43,28 @@ def test_statistics_and_fingerprints_of_parts_add_up(rows, cut, seed):
     expected = numbers(whole)
     assert added.count == expected.count and math.isclose(added.squares, expected.squares)
     assert (added.least, added.largest) == (expected.least, expected.largest)
-    prints = sum(int(fingerprint(part, held.indices), 16) for part, held in parts) % 2**64
-    assert f"{prints:016x}" == fingerprint(whole)
+    prints = sum(int(hash_of_bits(part, held.indices), 16) for part, held in parts) % 2**64
+    assert f"{prints:016x}" == hash_of_bits(whole)
     columns = (
-        HeldElements((rows, 6), {1: torch.tensor([4, 5, 0])}),
-        HeldElements((rows, 6), {1: torch.tensor([1, 2, 3])}),
+        WeightElements((rows, 6), {1: torch.tensor([4, 5, 0])}),
+        WeightElements((rows, 6), {1: torch.tensor([1, 2, 3])}),
     )
-    prints = sum(int(fingerprint(whole[:, held.dims[1]], held.indices), 16) for held in columns) % 2**64
-    assert f"{prints:016x}" == fingerprint(whole)
-    window = HeldElements((rows, 6), {}, first=3)
+    prints = sum(int(hash_of_bits(whole[:, held.dims[1]], held.indices), 16) for held in columns) % 2**64
+    assert f"{prints:016x}" == hash_of_bits(whole)
+    window = WeightElements((rows, 6), {}, first=3)
     assert window.indices(0, 2).tolist() == [3, 4]
 
 
 def test_a_fingerprint_sees_every_bit_and_each_element_s_index():
     x = torch.randn(100, dtype=torch.float32, generator=torch.Generator().manual_seed(1))
-    assert fingerprint(x) == fingerprint(x.double())
+    assert hash_of_bits(x) == hash_of_bits(x.double())
     swapped = x.clone()
     swapped[[3, 7]] = x[[7, 3]]
-    assert fingerprint(swapped) != fingerprint(x)
+    assert hash_of_bits(swapped) != hash_of_bits(x)
     for bit in range(32):
         flipped = x.clone()
         flipped[9:10].view(torch.int32).bitwise_xor_(1 << bit if bit < 31 else -(2**31))
-        assert fingerprint(flipped) != fingerprint(x), bit
+        assert hash_of_bits(flipped) != hash_of_bits(x), bit
 
 
 @given(st.integers(0, 5), st.floats(1e-12, 1e-1))

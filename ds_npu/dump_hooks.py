@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 VERSION = 1
 CHUNK = 2**18
@@ -116,15 +117,16 @@ class BatchTokens:
     ) -> None:
         """``held``: int64 [1 or B, s], this rank's tokens; ``shard``: its rank, of how many that divide s again."""
         args, kwargs = given
-        tensors = [
-            each for each in (kwargs.get("input_ids"), *args, *kwargs.values()) if isinstance(each, torch.Tensor)
-        ]
-        shaped = [each for each in tensors if each.dim() > 1] or tensors
-        ids = next((each for each in shaped if each.dim() == 2 and not each.is_floating_point()), shaped[0])
+        named = (kwargs.get("input_ids"), embeds := kwargs.get("inputs_embeds"), *tree_leaves((args, kwargs)))
+        tensors = [each for each in named if isinstance(each, torch.Tensor) and each.dim() > 0]
+        ids = next((each for each in tensors if each.dim() > 1), tensors[0] if tensors else torch.empty(0, 1))
+        is_text = ids.dim() == 2 and not ids.is_floating_point()
         ids = ids.detach().cpu()
+        if embeds is not None and ids.dim() == 3 and not is_text:
+            is_text, ids = True, mixed(bits_of(ids), torch.arange(ids.shape[2]).expand_as(ids)).sum(2)
         self.rows, self.shard, self.numbers_Bs = len(ids), shard, None
-        number_BS = torch.arange(ids[0].numel()).expand(self.rows, -1)
-        if ids.dim() == 2 and not ids.is_floating_point():
+        number_BS = torch.arange(ids[:1].numel()).expand(self.rows, -1)
+        if is_text:
             mask = kwargs.get("attention_mask")
             keeps = isinstance(mask, torch.Tensor) and mask.shape == ids.shape
             seen = mask.cpu() != 0 if keeps else torch.ones_like(ids, dtype=torch.bool)  # type: ignore[union-attr]

@@ -238,3 +238,16 @@ def test_padding_does_not_count(tmp_path):
     file.write(0)
     record = json.loads(file.path.read_text().splitlines()[2])
     assert numbers_of(record) == Numbers(4, 10.0, pytest.approx(30.0), 1.0, 4.0)
+
+
+def test_samples_are_told_from_whatever_a_model_is_given():
+    ids, embeds = torch.arange(6).view(2, 3), torch.randn(2, 3, 4)
+    by_name = BatchTokens(((), {"labels": ids + 1, "input_ids": ids}))
+    assert by_name.samples == BatchTokens(((ids,), {})).samples == BatchTokens((({"x": [ids]},), {})).samples
+    batch = BatchTokens(
+        ((), {"attention_mask": torch.ones(2, 3), "inputs_embeds": embeds}), held=torch.tensor([[0, 2]])
+    )
+    assert len(set(batch.samples)) == 2 and batch.of(torch.ones(2, 2, 5))[1].tolist() == [[0, 2], [0, 2]]
+    images = BatchTokens(((torch.randn(2, 3, 8, 8),), {}))
+    assert images.of(torch.ones(2, 7))[1] is None and images.of(torch.ones(3, 7)) is None
+    assert BatchTokens(((), {})).of(torch.ones(2, 3, 4)) is None

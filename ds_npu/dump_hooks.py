@@ -132,7 +132,7 @@ class BatchTokens:
             seen = mask.cpu() != 0 if keeps else torch.ones_like(ids, dtype=torch.bool)  # type: ignore[union-attr]
             number_BS = torch.where(seen, seen.long().cumsum(1) - 1, -1)
             self.numbers_Bs = number_BS if held is None else number_BS.gather(1, held.cpu().expand(self.rows, -1))
-        hashes = mixed(bits_of(ids).reshape(self.rows, -1), number_BS).masked_fill(number_BS < 0, 0).sum(1).tolist()
+        hashes = mixed(bits_of(ids).flatten(1), number_BS).masked_fill(number_BS < 0, 0).sum(1).tolist()
         self.samples = [f"{each % 2**64:016x}" for each in hashes]
 
     def of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,18 @@ IN_FLIGHT = 2
 Reduce = Callable[[nn.Parameter], None]
 
 
+class _ScatteredWeight(NamedTuple):
+    """A weight whose gradients are scattered."""
+
+    ranks: dist.ProcessGroup
+    size: int
+    """The number of those ranks."""
+    number: int
+    """DeepSpeed's."""
+    dtype: torch.dtype
+    """The dtype of messages."""
+
+
 @dataclass
 class _Waiting:
     """Gradients of weights over the same ranks that have not been sent."""
@@ -41,10 +53,8 @@ class _Waiting:
     gradients: list[torch.Tensor] = field(default_factory=list)
     partitions: list[torch.Tensor] = field(default_factory=list)
     """This rank's memory for the sum of its part of each."""
-
-    @property
-    def elements(self) -> int:
-        return sum(each.numel() for each in self.gradients)
+    elements: int = 0
+    """All gradients'."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,11 @@ class ScatteredGradients:
         """
         self._optimizer, self._divisor, self._elements = optimizer, data_ranks, elements
         self._stream: Any = optimizer.reduce_and_partition_stream
+        weights = [each for group in optimizer.fp16_groups for each in group if each.requires_grad]
+        found = ((id(weight), _scattered(optimizer, weight, data_ranks)) for weight in weights)
+        self._weights = {number: each for number, each in found if each is not None}
+        """By id."""
+        self._others = sum(weight.ds_numel for weight in weights if id(weight) not in self._weights)
         self._come: set[int] = set()
         """The ids of weights whose gradients have come since the last forward."""
         self._waiting: dict[tuple[dist.ProcessGroup, torch.dtype], _Waiting] = {}
@@ -77,14 +92,14 @@ class ScatteredGradients:
         """Gradients that copies and messages read, with the event behind them."""
 
     def install(self) -> None:
-        """Send from now on; memory of DeepSpeed's buckets that is not needed any more is freed."""
+        """Send from now on, if there is a gradient to be sent; memory of DeepSpeed's buckets is freed as far."""
+        if not self._weights:
+            return
         optimizer, level = self._optimizer, MethodLevel.SCATTERED
         wrap_method(optimizer, "reduce_independent_p_g_buckets_and_remove_grads", self._reduce, level)
         wrap_method(optimizer, "clear_backward_seen_flag", self._begin_forward, level)
         wrap_method(optimizer, "independent_gradient_partition_epilogue", self._end_backward, level)
-        weights = [each for group in optimizer.fp16_groups for each in group if each.requires_grad]
-        others = sum(each.ds_numel for each in weights if not self._can_be_scattered(each))
-        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(others, 1))
+        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(self._others, 1))
         for bucket in optimizer.ipg_buckets.values():
             if bucket.buffer is not None:
                 bucket.buffer = bucket.buffer.new_empty(optimizer.reduce_bucket_size)
@@ -94,58 +109,51 @@ class ScatteredGradients:
         self._kept.clear()
 
     def _begin_forward(self, clear: Callable[[], None]) -> None:
-        if self._sent or any(each.gradients for each in self._waiting.values()):
+        if self._sent or sum([each.elements for each in self._waiting.values()]):
             raise RuntimeError(_ENDED_EARLY)
         self._come.clear()
         clear()
 
     def _end_backward(self, end: Callable[[], None]) -> None:
         for waiting in self._waiting.values():
-            self._send(waiting)
+            if waiting.gradients:
+                self._send(waiting)
         self._finish(0)
         end()
 
     def _reduce(self, reduce: Reduce, weight: nn.Parameter) -> None:
-        if getattr(_held(weight), "ds_grad_is_ready", True):
-            if id(weight) in self._come:
-                # DeepSpeed would write it over the gradient that came before.
-                raise RuntimeError(_came_again(self._optimizer, weight))
-            self._come.add(id(weight))
-            if self._is_scattered(weight):
-                self._take(weight)
-                return
-        reduce(weight)
-
-    def _can_be_scattered(self, weight: nn.Parameter) -> bool:
-        ranks = dist.get_world_size(self._optimizer._get_param_partition_group(weight))
-        is_even = ranks > 1 and _held(weight).ds_numel % ranks == 0
-        return is_even and is_exact_behind_a_sum(self._divisor, weight.dtype)
-
-    def _is_scattered(self, weight: nn.Parameter) -> bool:
-        gradient, sent_as = weight.grad, self._optimizer.get_param_comm_dtype(weight)
-        is_as_sent = gradient is not None and gradient.dtype == sent_as and gradient.is_contiguous()
-        return is_as_sent and self._can_be_scattered(weight)
-
-    def _take(self, weight: nn.Parameter) -> None:
-        """Let the gradient of ``weight`` wait, or send it with those that wait."""
-        gradient = weight.grad
-        assert gradient is not None, "it is scattered"
-        ranks = self._optimizer._get_param_partition_group(weight)
-        waiting = self._waiting.setdefault((ranks, gradient.dtype), _Waiting(ranks))
-        if waiting.elements + gradient.numel() > self._elements:
-            self._send(waiting)
-        partition = getattr(self._optimizer, PARTITIONS)[_held(weight).ds_id]
-        waiting.gradients.append(gradient)
-        waiting.partitions.append(partition[: gradient.numel() // dist.get_world_size(ranks)])
+        gradient, scattered, number = weight.grad, self._weights.get(id(weight)), id(weight)
+        if not getattr(weight, "ds_grad_is_ready", True):
+            reduce(weight)
+            return
+        if number in self._come:
+            # DeepSpeed would write it over the gradient that came before.
+            raise RuntimeError(_came_again(self._optimizer, weight))
+        self._come.add(number)
+        if scattered is None or gradient is None or gradient.dtype != scattered.dtype or not gradient.is_contiguous():
+            reduce(weight)
+            return
         weight.grad = None
+        self._take(gradient, scattered)
+
+    def _take(self, gradient: torch.Tensor, weight: _ScatteredWeight) -> None:
+        """Let ``gradient`` wait; send those that wait first, if they are too many with it."""
+        key = weight.ranks, weight.dtype
+        if key not in self._waiting:
+            self._waiting[key] = _Waiting(weight.ranks)
+        waiting = self._waiting[key]
+        if waiting.gradients and waiting.elements + gradient.numel() > self._elements:
+            self._send(waiting)
+        partition = getattr(self._optimizer, PARTITIONS)[weight.number]
+        waiting.gradients.append(gradient)
+        waiting.partitions.append(partition[: gradient.numel() // weight.size])
+        waiting.elements += gradient.numel()
 
     @torch.no_grad()
     def _send(self, waiting: _Waiting) -> None:
-        if not waiting.gradients:
-            return
         size = dist.get_world_size(waiting.ranks)
         gradients, partitions = waiting.gradients, waiting.partitions
-        waiting.gradients, waiting.partitions = [], []
+        waiting.gradients, waiting.partitions, waiting.elements = [], [], 0
         if self._stream is not None:
             self._stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(self._stream):
@@ -202,7 +210,7 @@ def scatter_gradients(engine: Any, optimizer: Any, topology: Topology) -> Callab
     """
     if type(optimizer) is not DeepSpeedZeroOptimizer_Stage3 or why_not_scattered(engine._config._param_dict):
         return lambda: None
-    elements = message_elements(sum(_held(weight).ds_numel for weight in engine.module.parameters()))
+    elements = message_elements(sum(weight.ds_numel for weight in engine.module.parameters()))
     size = min(elements, optimizer.reduce_bucket_size)
     scattered = ScatteredGradients(optimizer, topology.size("dp"), size)
     scattered.install()
@@ -216,9 +224,16 @@ _ENDED_EARLY = (
 )
 
 
-def _held(weight: Any) -> Any:
-    """A weight with DeepSpeed's attributes."""
-    return weight
+def _scattered(optimizer: Any, weight: Any, divisor: float) -> _ScatteredWeight | None:
+    """None where the ranks do not divide the gradient of ``weight`` evenly, or its sums not exactly."""
+    ranks, dtype = optimizer._get_param_partition_group(weight), optimizer.get_param_comm_dtype(weight)
+    size = dist.get_world_size(ranks)
+    is_even = size > 1 and weight.ds_numel % size == 0
+    return (
+        _ScatteredWeight(ranks, size, weight.ds_id, dtype)
+        if is_even and is_exact_behind_a_sum(divisor, dtype)
+        else None
+    )
 
 
 def _came_again(optimizer: Any, weight: nn.Parameter) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ds_npu.comm.pending import Work
+from ds_npu.comm.pending import Work, identity
 from ds_npu.parallel.runtime.arrival import ARRIVAL, Arrival, arrive
 from ds_npu.parallel.tensor.shard_access import SERIALIZATION_READS, is_metadata
 
@@ -86,6 +87,9 @@ class AwaitedWeights:
         own = weakref.ref(self)
 
         def before_forward(module: nn.Module, args: object) -> None:
+            if torch.compiler.is_compiling():
+                # The module is another model's, or torch.compile meets the weights themselves, and says so.
+                return
             # Tensor classes of others may compute with a module's weights without a word to torch.
             for weight in module._parameters.values():
                 if weight is not None:
@@ -94,8 +98,10 @@ class AwaitedWeights:
             if awaited is None or awaited._are_there():
                 hook.remove()
 
-        # It is every module's, until the last weight has arrived.
-        hook = register_module_forward_pre_hook(before_forward)
+        # It is every module's, until the last weight has arrived. What torch.compile traces calls it as it is, if its
+        # tracer is there already: importing that takes seconds.
+        untraced: Any = torch.compiler.disable if "torch._dynamo" in sys.modules else identity
+        hook = register_module_forward_pre_hook(untraced(before_forward))
 
     def _are_there(self) -> bool:
         """Whether all of them have arrived."""

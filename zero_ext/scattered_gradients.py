@@ -82,7 +82,7 @@ class ScatteredGradients:
         weights = [each for group in optimizer.fp16_groups for each in group if each.requires_grad]
         found = ((id(weight), _scattered(optimizer, weight, data_ranks)) for weight in weights)
         self._weights = {number: each for number, each in found if each is not None}
-        """By id."""
+        """The weights whose gradients are scattered, by id."""
         self._others = sum(weight.ds_numel for weight in weights if id(weight) not in self._weights)
         self._come: set[int] = set()
         """The ids of weights whose gradients have come since the last forward."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_npu.models.guards import is_compiled
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
 from ds_npu.parallel.runtime.micro_batch import is_in_backward, running
 
@@ -138,15 +139,13 @@ class ModuleCalls:
         return enter, leave
 
 
-def is_compiled(model: nn.Module) -> bool:
+def has_compiled_modules(model: nn.Module) -> bool:
     """Whether torch.compile has compiled a module of ``model``."""
-    return any(
-        each._compiled_call_impl is not None or type(each).__name__ == "OptimizedModule" for each in model.modules()
-    )
+    return any(map(is_compiled, model.modules()))
 
 
 @contextmanager
 def as_written(model: nn.Module) -> Iterator[None]:
     """A context in which the modules of ``model`` that torch.compile has compiled run as they are written."""
-    with torch.compiler.set_stance("force_eager") if is_compiled(model) else nullcontext():
+    with torch.compiler.set_stance("force_eager") if has_compiled_modules(model) else nullcontext():
         yield

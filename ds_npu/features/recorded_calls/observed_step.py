@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_npu.features.recorded_calls.module_calls import ModuleCalls, as_written, is_compiled
+from ds_npu.features.recorded_calls.module_calls import ModuleCalls, as_written, has_compiled_modules
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.training_engine import BACKWARD, STEP, TrainingEngine
 
@@ -47,7 +47,7 @@ class ObservedStep:
         self._undo.close()
 
     def _observed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_within or (self._leaves_compiled and is_compiled(self._model)):
+        if self._is_within or (self._leaves_compiled and has_compiled_modules(self._model)):
             return call(*args, **kwargs)
         self._is_within = True
         try:

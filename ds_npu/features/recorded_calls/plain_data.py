@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_npu.capability import try_import
 from ds_npu.models.logits import AbsentLogits
 from ds_npu.parallel.runtime.forward_wraps import wraps_of
 from ds_npu.parallel.runtime.marks import RECORD, held
@@ -175,13 +176,18 @@ def _named_class(path: str, name: str) -> type[nn.Module]:
 
 
 def _found(path: str) -> Any:
-    """The object of a module's name and its own, ``module:A.b``; None where it is not there."""
+    """The object of a module's name and its own, ``module:A.b``; None where it is not there.
+
+    Raises RebuildError where importing the module ends in an error.
+    """
     name, _, names = path.partition(":")
     owner: Any = sys.modules.get(SCRIPT if name == "__main__" else name)
     if owner is None:
         if name == "__main__" or _is_missing(name.split(".")):
             return None
-        owner = importlib.import_module(name)
+        owner, error = try_import(name)
+        if error is not None:
+            raise RebuildError(f"{name} cannot be imported: {type(error).__name__}: {error}") from error
     for part in names.split("."):
         owner = getattr(owner, part, None)
     return owner

@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class BucketedGradients:
         """``groups`` by index; ``order``: of all buckets, in which they are sent."""
         self._optimizer, self._groups, self._order = optimizer, groups, order
         self._position = {key: position for position, key in enumerate(order)}
-        self._memory = BucketMemory(groups, self._sent_as, partial(self._before_more, IN_FLIGHT - 1))
+        self._memory = BucketMemory(groups, self._sent_as, self._before_more)
         self._pieces: dict[int, tuple[int, tuple[BucketPiece, ...]]] = {}
         self._weights_of: Counter[Key] = Counter()
         for index, group in groups.items():
@@ -223,10 +222,10 @@ class BucketedGradients:
             self._sums[index] = torch.empty(group.partition, dtype=dtype, device=group.device)
         return self._sums[index]
 
-    def _before_more(self, most: int) -> None:
+    def _before_more(self) -> None:
         """Bound the memory of ZeRO 2, whose gradients are sent while others are computed."""
         if self._optimizer.partition_gradients:
-            self._wait(most)
+            self._wait(IN_FLIGHT - 1)
 
     def _wait(self, most: int) -> None:
         """Wait, on the current stream, until ``most`` messages are in flight at most."""
@@ -240,6 +239,15 @@ def is_exact_behind_a_sum(divisor: float, dtype: torch.dtype) -> bool:
     Dividing by a power of two rounds nothing, in either place; but sums of float16 may pass its range.
     """
     return dtype != torch.float16 and math.frexp(divisor)[0] == 0.5
+
+
+def ended_early(without_overlap: str) -> RuntimeError:
+    """The error of a forward behind a backward that was cut short; what ``overlap_comm`` false does, in words."""
+    return RuntimeError(
+        "forward(): the backward before it ended with an error after a part of its gradients was sent to other data "
+        "ranks, which cannot be taken back. What to do: end this run and resume from the last checkpoint; or set "
+        f"zero_optimization.overlap_comm to false, which {without_overlap}"
+    )
 
 
 def _came_again(optimizer: Any, weight: nn.Parameter) -> str:

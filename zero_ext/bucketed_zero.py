@@ -24,7 +24,7 @@ from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.awaited_weights import AwaitedWeights, is_read_unseen, uses_of
 from ds_npu.zero_ext.bucket_memory import BucketedGroup, Key
 from ds_npu.zero_ext.bucket_plan import plan_of
-from ds_npu.zero_ext.bucketed_gradients import BucketedGradients
+from ds_npu.zero_ext.bucketed_gradients import BucketedGradients, ended_early
 from ds_npu.zero_ext.bucketed_state import RUNS, VALUES, BucketedState, WeightValues
 from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer
 from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
@@ -168,11 +168,7 @@ class BucketedZero:
 
     def _begin_forward(self, clear: Function) -> None:
         if self.gradients.is_open:
-            raise RuntimeError(
-                "forward(): the backward before it ended with an error after a part of its gradients was sent to other "
-                "data ranks, which cannot be taken back. What to do: end this run and resume from the last "
-                "checkpoint; or set zero_optimization.overlap_comm to false, which sends gradients behind a backward"
-            )
+            raise ended_early("sends gradients behind a backward")
         clear()
 
     def _begin_backward(self, begin: Function) -> None:

@@ -23,7 +23,7 @@ from ds_npu.comm.collectives import scatter_parts
 from ds_npu.comm.pending import Pending
 from ds_npu.config.zero_buckets import why_not_scattered
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.bucketed_gradients import is_exact_behind_a_sum
+from ds_npu.zero_ext.bucketed_gradients import ended_early, is_exact_behind_a_sum
 from ds_npu.zero_ext.gather_plan import message_elements
 from ds_npu.zero_ext.method_wraps import MethodLevel, wrap_method
 from ds_npu.zero_ext.stage_3_corrections import PARTITIONS
@@ -110,7 +110,7 @@ class ScatteredGradients:
 
     def _begin_forward(self, clear: Callable[[], None]) -> None:
         if self._sent or sum([each.elements for each in self._waiting.values()]):
-            raise RuntimeError(_ENDED_EARLY)
+            raise ended_early("leaves all of it to DeepSpeed")
         self._come.clear()
         clear()
 
@@ -215,13 +215,6 @@ def scatter_gradients(engine: Any, optimizer: Any, topology: Topology) -> Callab
     scattered = ScatteredGradients(optimizer, topology.size("dp"), size)
     scattered.install()
     return scattered.forget
-
-
-_ENDED_EARLY = (
-    "forward(): the backward before it ended with an error after a part of its gradients was sent to other data ranks, "
-    "which cannot be taken back. What to do: end this run and resume from the last checkpoint; or set "
-    "zero_optimization.overlap_comm to false, which leaves all of it to DeepSpeed"
-)
 
 
 def _scattered(optimizer: Any, weight: Any, divisor: float) -> _ScatteredWeight | None:

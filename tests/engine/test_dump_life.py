@@ -52,6 +52,7 @@ def lives(folder: str) -> None:
     evaluation_is_not_recorded(f"{folder}/evaluation", ids)
     a_model_of_ones_own(f"{folder}/own")
     compiled_is_refused(f"{folder}/compiled", ids)
+    a_forward_that_fails_is_not_recorded(folder, ids)
 
 
 def refused(folder: str) -> None:
@@ -139,6 +140,26 @@ def compiled_is_refused(folder: str, ids: torch.Tensor) -> None:
     engine = engine_of(model, {"dump": {"steps": [0], "folder": folder}})
     with pytest.raises(ValueError, match=r"ds_npu\.dump: found compiled: model\.layers\.1\.mlp"):
         engine(input_ids=ids, labels=ids)
+
+
+def a_forward_that_fails_is_not_recorded(folder: str, ids: torch.Tensor) -> None:
+    """A script that catches the error goes on; what it dumps is that of a run without it."""
+    found = []
+    for fails in (False, True):
+        own = f"{folder}/fails {fails}"
+        engine = engine_of(
+            llama(), {"dump": {"steps": [0], "what": "tensors", "folder": own}}, gradient_accumulation_steps=2
+        )
+        for micro in range(2):
+            if fails:
+                with pytest.raises(ValueError, match="batch_size"):
+                    engine(input_ids=ids.roll(3), labels=ids[:, :3])
+            step(engine, ids.roll(micro))
+        run = DumpedRun(Path(own))
+        found.append([record for _, record in run.parts(0)])
+        assert len(list(Path(own).glob("*.safetensors"))) == 1
+    assert sum(record["kind"] == OUTPUT for record in found[0]) == 24
+    assert [{**each, "tensor": None} for each in found[1]] == [{**each, "tensor": None} for each in found[0]]
 
 
 def test_a_dump_in_the_life_of_a_run(tmp_path):

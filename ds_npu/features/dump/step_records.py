@@ -144,9 +144,24 @@ class StepRecords:
         stage = 0 if states is None else states.stage.index
         micro_batch = self.forwards.get(stage, 0)
         self.forwards[stage] = micro_batch + 1
-        with new_forward() as begun:
-            DUMPED.set(begun, DumpedForward((args, kwargs), micro_batch, stage))
-            return forward(*args, **kwargs)
+        dumped = DumpedForward((args, kwargs), micro_batch, stage)
+        kept = len(self.file.lines), len(self.file.numbers)
+        try:
+            with new_forward() as begun:
+                DUMPED.set(begun, dumped)
+                return forward(*args, **kwargs)
+        except Exception:
+            # A script that catches it goes on without this forward.
+            self._forget(dumped, *kept)
+            raise
+
+    def _forget(self, dumped: DumpedForward, lines: int, numbers: int) -> None:
+        """Drop the records of a forward that has ended with an error: those behind ``lines`` and ``numbers``."""
+        for record, _ in self.file.numbers[numbers:]:
+            self.file.tensors.pop(record.get("tensor", ""), None)
+        del self.file.lines[lines:], self.file.numbers[numbers:]
+        self.forwards[dumped.stage] = dumped.micro_batch
+        self.recorded = [each for each in self.recorded if each is not dumped.records]
 
     def _returned(self, name: str, module: nn.Module, args: object, out: Any) -> None:
         first = out[0] if isinstance(out, tuple) and out else out

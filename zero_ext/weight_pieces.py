@@ -17,6 +17,7 @@ from torch import nn
 from ds_npu.zero_ext.bucketed_state import RUNS
 from ds_npu.zero_ext.bucketed_zero import BUCKETED
 from ds_npu.zero_ext.optimizer_layout import FlatRun, OptimizerLayout, layout_of_optimizer
+from ds_npu.zero_ext.skipped_steps import reduced_gradients
 
 MASTER = "master"
 """The name of the float32 weights among the states."""
@@ -43,37 +44,19 @@ def why_unread(optimizer: Any, weights: Sequence[nn.Parameter]) -> str | None:
 
 def gradient_pieces(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[WeightPiece]:
     """The reduced gradients of ``weights`` that this rank has; without ZeRO whole ones."""
-    if isinstance(optimizer, BF16_Optimizer):
-        for group, gradients in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-            for weight, gradient in zip(group, gradients, strict=True):
-                yield WeightPiece(weight, 0, gradient)
-    elif isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
-        yield from _of_partitions(optimizer, weights)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
+        layout = layout_of_optimizer(optimizer, weights)
+        runs = {} if layout is None else {id(weight): _runs(optimizer, layout, weight) for weight in weights}
+        for weight, gradient in reduced_gradients(optimizer):
+            # A weight has a gradient for each of its runs, in their order.
+            if (run := next(runs.get(id(weight), iter(())), None)) is not None:
+                yield WeightPiece(weight, run.first, gradient.reshape(-1)[: run.numel])
+    elif isinstance(optimizer, BF16_Optimizer):
+        yield from (WeightPiece(weight, 0, gradient) for weight, gradient in reduced_gradients(optimizer))
     else:
         for weight in weights:
             if weight.grad is not None:
                 yield WeightPiece(weight, 0, weight.grad)
-
-
-def _of_partitions(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[WeightPiece]:
-    layout = layout_of_optimizer(optimizer, weights)
-    runs = {} if layout is None else layout.runs
-    is_stage_3 = isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
-    for index, group in enumerate(optimizer.fp16_groups if is_stage_3 else optimizer.bit16_groups):
-        gradients = optimizer.averaged_gradients.get(index)
-        if gradients is None:
-            continue
-        if BUCKETED.get(optimizer) is not None and any(RUNS.is_on(weight) for weight in group):
-            for weight in group:
-                for run in RUNS.get(weight) or ():
-                    yield WeightPiece(weight, run.first, gradients.flat_partition[run.start : run.start + run.numel])
-            continue
-        held = group if is_stage_3 else optimizer.params_in_partition[index]
-        # ZeRO 1 and 2 pad the list to the length of the partition.
-        for weight, gradient in zip(held, gradients, strict=False):
-            own = runs.get(id(weight))
-            if own is not None and gradient is not None:
-                yield WeightPiece(weight, own.first, gradient.reshape(-1)[: own.numel])
 
 
 def state_pieces(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[WeightPiece]:

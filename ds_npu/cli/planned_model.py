@@ -17,7 +17,7 @@ from ds_npu.cli.planned_overlap import overlap_lines
 from ds_npu.config.check import Checked
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.problems import printable
-from ds_npu.config.whole_matrices import is_stepped_by_muon
+from ds_npu.config.whole_matrices import is_muon, is_stepped_by_muon
 from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
 from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import Build
@@ -89,8 +89,7 @@ def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Sho
 
 def muon_lines(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked, machine: Machine) -> Iterator[str]:
     """Lines about the matrices of ``model``; none with other optimizers, or with a matrix for each head."""
-    is_muon = str(value_at({**ds_config}, "optimizer.type")).lower() == "muon"
-    if not is_muon or value_at({**ds_config}, "optimizer.params.per_head_muon") is True:
+    if not is_muon(ds_config) or value_at({**ds_config}, "optimizer.params.per_head_muon") is True:
         return
     weights = [
         MatrixWeight(placement_of(weight))

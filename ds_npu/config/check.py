@@ -18,7 +18,7 @@ from ds_npu.config.problems import Config, ConfigError, Problem
 from ds_npu.config.reading import read
 from ds_npu.config.rules import broken_rules
 from ds_npu.config.sections import DsNpuConfig
-from ds_npu.config.whole_matrices import muon_problems
+from ds_npu.config.whole_matrices import is_muon, muon_problems
 from ds_npu.topology.degrees import Degrees
 
 PIPELINES_REFUSE = "a deepspeed.PipelineModule trains with: DeepSpeed's pipelines refuse stages 2 and 3"
@@ -66,7 +66,7 @@ def check(
         *reading.problems,
         *broken_rules(config, doubtful),
         *misfits,
-        *(wrong_names(config.hccl, degrees, config.context_parallel) if named else ()),
+        *(wrong_names(config.hccl, degrees, config.context_parallel, is_muon(ds_config)) if named else ()),
         *_pipeline(ds_config, config.parallel.pipeline, stages, doubtful),
         *conflicts(ds_config, config, dp, doubtful),
         *deepspeed_problems(ds_config),

@@ -62,9 +62,14 @@ class HcclSection(Section):
         return {key: value for key, value in found.items() if value is not None}
 
 
-def wrong_names(hccl: HcclSection, degrees: Degrees, context: ContextParallelSection) -> Iterator[Problem]:
-    """The names in ``hccl`` that no communicator of the world of ``degrees`` has, key by key."""
-    known = names_to_set(degrees, algorithms(context, degrees.cp) if degrees.cp > 1 else [])
+def wrong_names(
+    hccl: HcclSection, degrees: Degrees, context: ContextParallelSection, has_matrices: bool
+) -> Iterator[Problem]:
+    """The names in ``hccl`` that no communicator of the world of ``degrees`` has, key by key.
+
+    ``has_matrices``: the optimizer is Muon.
+    """
+    known = names_to_set(degrees, algorithms(context, degrees.cp) if degrees.cp > 1 else [], has_matrices)
     by_key: dict[str, dict[str, Any]] = {
         "buffer_mib": {**hccl.buffer_mib},
         "op_expansion_mode": {**hccl.op_expansion_mode},

@@ -9,7 +9,7 @@ from typing import Literal
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.topology.degrees import NAMES, Axis, Box, Degrees
 
-WORLD, TIED = "world", "tied weights"
+WORLD, TIED, MATRICES = "world", "tied weights", "matrices"
 Size = Literal["buckets", "scalars", "hidden states", "tokens", "unknown"]
 
 
@@ -92,15 +92,18 @@ def context_groups(degrees: Degrees, algorithm: ContextAlgorithm | None) -> Iter
             yield ContextGroup(name, ((distance, size),), "keys and values", in_pairs=True)
 
 
-def names_to_set(degrees: Degrees, algorithms: list[ContextAlgorithm]) -> list[str]:
+def names_to_set(degrees: Degrees, algorithms: list[ContextAlgorithm], has_matrices: bool) -> list[str]:
     """The names of the communicators that a user may set, of a world in which one of ``algorithms`` shards sequences.
 
-    Pairs of ranks are not among them: torch_npu gives their communicators the settings of the environment.
+    ``has_matrices``: Muon steps. Pairs of ranks are not among them: torch_npu gives their communicators the settings of
+    the environment.
     """
     grid = {**names_of_grid(degrees, in_stages=False), **names_of_grid(degrees)}
     names = [*names_of_grid(degrees).values(), *names_of_grid(degrees, in_stages=False).values()]
     if degrees.pp > 2:
         names.append(TIED)
+    if has_matrices and degrees.box("dp", "cp", "tp") not in {(), *grid}:
+        names.append(MATRICES)
     for algorithm in algorithms:
         groups = context_groups(degrees, algorithm)
         names += [each.name for each in groups if not each.in_pairs and each.box not in grid]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.problems import Config, Problem
@@ -22,9 +23,14 @@ def is_stepped_by_muon(name: str, dims: int) -> bool:
     return dims >= 2 and not any(word in name.lower() for word in APART)
 
 
+def is_muon(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the config asks for Muon; a script may give DeepSpeed one of its own as well."""
+    return str(value_at({**ds_config}, "optimizer.type")).lower() == "muon"
+
+
 def muon_problems(ds_config: Config) -> Iterator[Problem]:
     """The keys of ``ds_config`` with which Muon, if it has that, cannot step whole matrices."""
-    if str(value_at(ds_config, "optimizer.type")).lower() == "muon":
+    if is_muon(ds_config):
         yield from against_whole_matrices(ds_config)
 
 

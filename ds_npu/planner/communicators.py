@@ -16,7 +16,8 @@ from ds_npu.capability import BUFFER_SIZE, SETTINGS
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.hccl import HcclSection
-from ds_npu.config.hccl_groups import TIED, WORLD, Size, context_groups, names_of_grid, traffic_of
+from ds_npu.config.hccl_groups import MATRICES, TIED, WORLD, Size, context_groups, names_of_grid, traffic_of
+from ds_npu.config.whole_matrices import is_muon
 from ds_npu.topology.degrees import Box, Degrees, box_of
 
 MIB = 2**20
@@ -168,6 +169,10 @@ class CommunicatorPlan:
             text = each.messages if size is None else f"{each.messages} ({size:,} MiB)"
             messages.setdefault(box, []).append(text)
             in_steps |= set() if each.only_checkpoints else {box}
+        if is_muon(self.ds_config) and (box := degrees.box("dp", "cp", "tp")):
+            messages.setdefault(box, []).append("pieces of Muon's matrices")
+            names.setdefault(box, MATRICES)
+            in_steps.add(box)
         mib = {box: default_mib(GROUP_BUFFER) if box == world else self.buffer_mib(box) for box in messages}
         more: list[Communicator] = []
         for group in context_groups(degrees, algorithm):

@@ -8,7 +8,8 @@ import pytest
 
 from ds_npu.cli.main import main
 from ds_npu.config.context_algorithm import ContextAlgorithm
-from ds_npu.config.hccl import HcclSection
+from ds_npu.config.context_parallel import ContextParallelSection
+from ds_npu.config.hccl import HcclSection, wrong_names
 from ds_npu.config.hccl_groups import TRAFFIC
 from ds_npu.planner.communicators import CommunicatorPlan, MessageSizes, bucket_mib, default_mib
 from ds_npu.topology.degrees import Degrees, box_of, box_ranks
@@ -147,6 +148,24 @@ def test_the_communicators_of_a_rank():
     ]
     assert list(names(Degrees(dp=4, ep=2))) == ["world", "expert data", "expert"]
     assert list(names(Degrees(dp=2, tp=2, ep=2))) == ["world", "data", "tensor"]
+
+
+def test_pieces_of_matrices_travel_among_the_ranks_of_a_stage():
+    """Over a communicator that is there where the stage is the world or one axis, else over one of their own."""
+    muon = {"optimizer": {"type": "Muon"}}
+    for degrees, name in (
+        (Degrees(tp=2, dp=2), "world"),
+        (Degrees(pp=2, dp=2), "data"),
+        (Degrees(pp=2, dp=2, tp=2), "matrices"),
+    ):
+        plain = CommunicatorPlan(degrees).communicators(None)
+        found = CommunicatorPlan(degrees, muon).communicators(None)
+        assert [each.name for each in found if "matrices" in each.messages] == [name]
+        assert not any("matrices" in each.messages for each in plain)
+        assert len(found) == len(plain) + (name == "matrices")
+        problems = list(wrong_names(HcclSection(buffer_mib={"matrices": 8}), degrees, ContextParallelSection(), True))
+        assert bool(problems) == (name != "matrices")
+    assert list(wrong_names(HcclSection(buffer_mib={"matrices": 8}), degrees, ContextParallelSection(), False))
 
 
 @pytest.mark.parametrize(("stages", "neighbours"), [(2, 1), (3, 2), (8, 2)])

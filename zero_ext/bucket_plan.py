@@ -116,6 +116,13 @@ def _whole_units(elements: int, ranks: int) -> int:
     return max(elements // unit, 1) * unit
 
 
+def bucketed_runs(
+    limits: Sequence[int], weights: Sequence[tuple[int, int]], numel: int, ranks: int, rank: int
+) -> Iterator[Run]:
+    """The runs in the partition of ``rank``, of ``plan_of`` these weights."""
+    return plan_of(weights, numel, ranks, limits).runs(rank)
+
+
 def plan_of(weights: Sequence[tuple[int, int]], numel: int, ranks: int, limits: Sequence[int]) -> BucketPlan:
     """The plan of a buffer of ``numel`` elements, a multiple of ``ranks``; no bucket is above the ``limits``.
 

@@ -26,7 +26,6 @@ from ds_npu.zero_ext.bucket_memory import BucketedGroup, Key
 from ds_npu.zero_ext.bucket_plan import plan_of
 from ds_npu.zero_ext.bucketed_gradients import BucketedGradients, ended_early
 from ds_npu.zero_ext.bucketed_state import RUNS, VALUES, BucketedState, WeightValues
-from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer
 from ds_npu.zero_ext.method_wraps import MethodLevel, bind_to_weight, replace_method, wrap_method
 
 Function = Callable[..., Any]
@@ -38,8 +37,6 @@ def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
         return f"it is a {type(optimizer).__name__}"
     if reason := why_not_in_buckets(engine._config._param_dict):
         return reason
-    if isinstance(optimizer.optimizer, MatrixOptimizer):
-        return "Muon's matrices are whole in DeepSpeed's partitions, or nearly"
     alone = all(dist.get_world_size(each) == 1 for each in optimizer.real_dp_process_group)
     return "there is one data rank" if alone else None
 
@@ -299,6 +296,11 @@ def _tell_partitions(optimizer: Any, groups: Mapping[int, BucketedGroup]) -> Non
         optimizer.params_not_in_partition[index] = [each for each in group.weights if id(each) not in here]
 
 
+def bucket_limits(optimizer: Any) -> list[int]:
+    """The most elements of a bucket, by the keys of DeepSpeed's config."""
+    return [optimizer.reduce_bucket_size, optimizer.allgather_bucket_size]
+
+
 def _groups_of(optimizer: Any) -> Iterator[tuple[int, BucketedGroup]]:
     for index, flat in enumerate(optimizer.bit16_groups_flat):
         ranks = optimizer.real_dp_process_group[index]
@@ -306,8 +308,7 @@ def _groups_of(optimizer: Any) -> Iterator[tuple[int, BucketedGroup]]:
         starts = [(each.data_ptr() - flat.data_ptr()) // flat.element_size() for each in weights]
         addresses = [(start, each.numel()) for start, each in zip(starts, weights, strict=True)]
         size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
-        limits = [optimizer.reduce_bucket_size, optimizer.allgather_bucket_size]
-        plan = plan_of(addresses, flat.numel(), size, limits)
+        plan = plan_of(addresses, flat.numel(), size, bucket_limits(optimizer))
         yield index, BucketedGroup(weights, flat.device, plan, ranks, size, rank, tuple(plan.runs(rank)))
 
 

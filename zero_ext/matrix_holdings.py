@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from ds_npu.ops.orthogonalisation import steps_on_gram_matrices
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.parallel.whole_matrices.exchange import MatrixExchange
-from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, copy_of, planned_holdings, ranges_of
+from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, contiguous, copy_of, planned_holdings, ranges_of
 from ds_npu.parallel.whole_matrices.pieces import WeightHolding
 from ds_npu.parallel.whole_matrices.plan import PortionPlan, plan_of_portion, shapes_of
 from ds_npu.topology.topology import Topology
+from ds_npu.zero_ext.bucket_plan import bucketed_runs
+from ds_npu.zero_ext.bucketed_zero import BUCKETED, bucket_limits
 from ds_npu.zero_ext.gradient_norm import REPLICATED
 from ds_npu.zero_ext.matrix_optimizer import MatrixOptimizer, MatrixPortion, MomentumRun
 from ds_npu.zero_ext.optimizer_layout import FlatRun, layout_of_optimizer
+from ds_npu.zero_ext.weight_pieces import held_runs
 
 HEAD_ROWS = TensorAttribute[int]("muon_head_dim")
 """DeepSpeed's mark of the rows of a head, with its key ``per_head_muon``."""
@@ -68,7 +72,7 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
         plan = plan_of_portion(parts, _costs(parts, inner))
         plans.append(plan)
         exchange = MatrixExchange(plan.waves_of(own[0]), group)
-        runs = _momentum_runs(engine.optimizer, parts[own[0]])
+        runs = _momentum_runs(engine.optimizer, list(engine.module.parameters()), tensors)
         planned.append(MatrixPortion(tensors, exchange, runs))
     inner.use(planned)
     return plans
@@ -80,14 +84,21 @@ def expected_holdings(engine: Any) -> list[list[WeightHolding]]:
     trained = [each for each in engine.module.parameters() if each.requires_grad and STEPPED.get(each)]
     weights = [MatrixWeight(placement_of(each), HEAD_ROWS.get(each) or 0) for each in trained]
     ranks = topology.ranks("dp", "cp", "tp")
-    return planned_holdings(weights, topology.degrees, engine.zero_optimization_stage(), ranks)
+    is_bucketed = BUCKETED.get(engine.optimizer) is not None
+    partition = partial(bucketed_runs, bucket_limits(engine.optimizer)) if is_bucketed else contiguous
+    return planned_holdings(weights, topology.degrees, engine.zero_optimization_stage(), ranks, partition)
 
 
-def _momentum_runs(optimizer: Any, held: Sequence[WeightHolding]) -> list[MomentumRun] | None:
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+def _momentum_runs(
+    optimizer: Any, weights: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]
+) -> list[MomentumRun] | None:
+    """DeepSpeed's own runs, whose order checkpoints have."""
+    layout = layout_of_optimizer(optimizer, weights)
+    if layout is None or not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return None
-    runs = [MomentumRun(each.start, each.first, each.numel, each.shard_numel) for each in held]
-    return sorted(runs)
+    held = [(layout.runs[id(weight)], weight.numel()) for weight in weights if id(weight) in layout.runs]
+    own = [(run, numel) for run, numel in held if layout.flats[run.flat] is tensors[0]]
+    return sorted(MomentumRun(run.start, run.first, run.numel, numel) for run, numel in own)
 
 
 def _costs(held: Sequence[Sequence[WeightHolding]], inner: MatrixOptimizer) -> dict[tuple[int, int], float]:
@@ -118,13 +129,13 @@ def _held(engine: Any, portions: Sequence[Sequence[torch.Tensor]]) -> tuple[list
     is_partitioned = isinstance(engine.optimizer, PARTITIONED)
     held = []
     for weight in weights:
-        run = layout.runs.get(id(weight))
-        position = None if run is None else positions.get(id(layout.flats[run.flat]))
-        if run is None or position is None:
-            continue
-        if refusal := why_not_whole(weight, engine.topology):
-            return [], refusal
-        held.append(_held_weight(weight, run, position, engine.topology, is_partitioned))
+        for run in held_runs(engine.optimizer, layout, weight):
+            position = positions.get(id(layout.flats[run.flat]))
+            if position is None:
+                continue
+            if refusal := why_not_whole(weight, engine.topology):
+                return [], refusal
+            held.append(_held_weight(weight, run, position, engine.topology, is_partitioned))
     return held, None
 
 

@@ -46,7 +46,7 @@ def gradient_pieces(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator
     """The reduced gradients of ``weights`` that this rank has; without ZeRO whole ones."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
         layout = layout_of_optimizer(optimizer, weights)
-        runs = {} if layout is None else {id(weight): _runs(optimizer, layout, weight) for weight in weights}
+        runs = {} if layout is None else {id(weight): held_runs(optimizer, layout, weight) for weight in weights}
         for weight, gradient in reduced_gradients(optimizer):
             # A weight has a gradient for each of its runs, in their order.
             if (run := next(runs.get(id(weight), iter(())), None)) is not None:
@@ -65,7 +65,7 @@ def state_pieces(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[We
     if layout is None:
         return
     for weight in weights:
-        for run in _runs(optimizer, layout, weight):
+        for run in held_runs(optimizer, layout, weight):
             flat = layout.flats[run.flat]
             states = {} if layout.values is None else {MASTER: flat}
             states |= layout.inner.state.get(flat, {})
@@ -75,7 +75,8 @@ def state_pieces(optimizer: Any, weights: Sequence[nn.Parameter]) -> Iterator[We
                     yield WeightPiece(weight, run.first, part, key)
 
 
-def _runs(optimizer: Any, layout: OptimizerLayout, weight: nn.Parameter) -> Iterator[FlatRun]:
+def held_runs(optimizer: Any, layout: OptimizerLayout, weight: nn.Parameter) -> Iterator[FlatRun]:
+    """The runs of ``weight`` on this rank: several where partitions are parts of buckets, one or none elsewhere."""
     if BUCKETED.get(optimizer) is not None and (bucketed := RUNS.get(weight)) is not None:
         groups = enumerate(optimizer.bit16_groups)
         index = next(index for index, group in groups if any(each is weight for each in group))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ds_npu.config.check import Checked
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.problems import printable
 from ds_npu.config.whole_matrices import is_muon, is_stepped_by_muon
+from ds_npu.config.zero_buckets import stated_bucket_limits, why_not_in_buckets
 from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
 from ds_npu.engine.placements import complete_placements
 from ds_npu.features.build import Build
@@ -33,13 +35,14 @@ from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.parallel.runtime.forward_wraps import wraps_of
 from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
-from ds_npu.parallel.whole_matrices.holdings import MatrixWeight
+from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, Partition, contiguous
 from ds_npu.planner.matrix_report import matrix_lines
 from ds_npu.planner.parameter_bytes import bytes_of_a_parameter
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.machine import Machine
 from ds_npu.topology.topology import PlannedTopology
+from ds_npu.zero_ext.bucket_plan import bucketed_runs
 
 ASSUMED = (
     "Assumed: NPUs whose kernels pass their checks, and weights that agree with their roles (the probe was not run)."
@@ -97,7 +100,14 @@ def muon_lines(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked,
         if is_stepped_by_muon(name, weight.dim()) and weight.requires_grad
     ]
     coefficients = checked.config.muon.coefficients
-    yield from ("", *matrix_lines(weights, checked.degrees, checked.zero_stage or 0, coefficients, machine))
+    stage, partition = checked.zero_stage or 0, _partition_of(ds_config)
+    yield from ("", *matrix_lines(weights, checked.degrees, stage, coefficients, machine, partition))
+
+
+def _partition_of(ds_config: Mapping[str, Any]) -> Partition:
+    if why_not_in_buckets({**ds_config}) is not None:
+        return contiguous
+    return partial(bucketed_runs, stated_bucket_limits({**ds_config}))
 
 
 def summary(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked) -> Iterator[str]:

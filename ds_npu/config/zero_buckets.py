@@ -35,14 +35,22 @@ SET_3: tuple[tuple[str, Any, str], ...] = (
 """The same for ZeRO 3."""
 
 
+BUCKET_SIZE = 500_000_000
+"""DeepSpeed's own reduce_bucket_size and allgather_bucket_size, in elements."""
+
+
+def stated_bucket_limits(ds_config: Config) -> list[int]:
+    """The most elements of a bucket; "auto" counts as DeepSpeed's own size."""
+    found = [value_at(ds_config, f"{ZERO}.{name}_bucket_size") for name in ("reduce", "allgather")]
+    return [BUCKET_SIZE if each in (None, "auto") else int(each) for each in found]
+
+
 def why_not_in_buckets(ds_config: Config) -> str | None:
     """The key of ``ds_config``, and the reason, for which DeepSpeed's own code reduces gradients; None without one."""
     if reason := _set_to(ds_config, SET):
         return reason
     if value_at(ds_config, f"{ZERO}.offload_optimizer.device") not in (None, "none"):
         return f"{ZERO}.offload_optimizer: gradients are added up on the host"
-    if str(value_at(ds_config, "optimizer.type")).lower() == "muon":
-        return "optimizer.type is Muon: it steps whole matrices"
     in_float32 = value_at(ds_config, "data_types.grad_accum_dtype") in ("fp32", "float32")
     if in_float32 and value_at(ds_config, "bf16.enabled") is True and zero_stage(ds_config) == 1:
         return "data_types.grad_accum_dtype is float32: BF16_Optimizer adds gradients up"
@@ -65,8 +73,6 @@ def why_not_scattered(ds_config: Config) -> str | None:
         return reason
     if value_at(ds_config, f"{ZERO}.offload_optimizer.device") not in (None, "none"):
         return f"{ZERO}.offload_optimizer: gradients are added up on the host"
-    if str(value_at(ds_config, "optimizer.type")).lower() == "muon":
-        return "optimizer.type is Muon: it steps whole matrices"
     if value_at(ds_config, f"{ZERO}.zenflow") is not None:
         return f"{ZERO}.zenflow: it picks gradients apart"
     if value_at(ds_config, "gradient_predivide_factor") not in (None, 1):

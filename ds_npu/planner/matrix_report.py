@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
 from ds_npu.ops.orthogonalisation import COEFFICIENTS, steps_on_gram_matrices
-from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, planned_holdings
+from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, Partition, contiguous, planned_holdings
 from ds_npu.parallel.whole_matrices.plan import PortionPlan, plan_of_portion, shapes_of
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.machine import Machine
@@ -17,13 +17,13 @@ GRADIENT_BYTES, UPDATE_BYTES = 4, 2
 
 
 def planned_portions(
-    weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, steps: int
+    weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, steps: int, partition: Partition
 ) -> list[PortionPlan]:
     """The plans of the first pipeline stage's ``weights``, whose matrices are iterated in ``steps`` steps."""
     if not weights:
         return []
     ranks = degrees.groups("dp", "cp", "tp")[0]
-    holdings = planned_holdings(weights, degrees, zero_stage, ranks)
+    holdings = planned_holdings(weights, degrees, zero_stage, ranks, partition)
     found = []
     for portion in sorted({each.portion for held in holdings for each in held}):
         held = [[each for each in own if each.portion == portion] for own in holdings]
@@ -36,10 +36,15 @@ def planned_portions(
 
 
 def matrix_lines(
-    weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, coefficients: str, machine: Machine
+    weights: Sequence[MatrixWeight],
+    degrees: Degrees,
+    zero_stage: int,
+    coefficients: str,
+    machine: Machine,
+    partition: Partition = contiguous,
 ) -> Iterator[str]:
-    """Lines about the matrices of the first pipeline stage; none without any."""
-    plans = planned_portions(weights, degrees, zero_stage, len(COEFFICIENTS[coefficients]))
+    """Lines about the matrices of the first pipeline stage, in such a ``partition`` of ZeRO 1 and 2; or none."""
+    plans = planned_portions(weights, degrees, zero_stage, len(COEFFICIENTS[coefficients]), partition)
     if not plans:
         return
     ranks, count = plans[0].ranks, sum(len(plan.matrices) for plan in plans)

@@ -13,6 +13,9 @@ STAGES = (0, 1, 2, 3)
 ADAM = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
 HEADS = {"params": {"per_head_muon": True}, "heads": {f"{each}_proj.weight": 8 for each in "qkv"}}
 
+SMALL = {"zero": {"reduce_bucket_size": 2500, "allgather_bucket_size": 2500}}
+"""Buckets of one or two matrices, of which each data rank has a part."""
+
 
 def over(**axes: object) -> dict[str, object]:
     return {"parallel": axes}
@@ -26,12 +29,12 @@ OF_TWO = [
     staged("llama", over(tensor=2)),
     staged("qwen2", over(tensor=2, sequence_parallel=True), **HEADS),
     staged("qwen3_moe", over(expert=2)),
-    staged("llama", over()),
-    staged("llama", over(context=2)),
+    staged("llama", over(), **SMALL),
+    staged("llama", over(context=2), **SMALL),
     staged("llama", over(pipeline=2), (0, 1, 2)),
     staged("qwen3_moe", over(expert_tensor=2)),
     staged("qwen3_moe", over(tensor=2)),
-    staged("llama", over(), **HEADS),
+    staged("llama", over(), **HEADS, **SMALL),
     staged("llama", over(tensor=2) | {"muon": {"scale": "rms"}}),
     staged("gpt2", over(tensor=2), (0, 1)),
     staged("phi3", over(tensor=2), (0, 3)),
@@ -42,14 +45,14 @@ OF_TWO = [
     staged("llama4_text", over(expert=2), (1,)),
 ]
 OF_FOUR = [
-    staged("llama", over(tensor=2)),
+    staged("llama", over(tensor=2), **SMALL),
     staged("qwen3_moe", over(expert=2, expert_tensor=2)),
     staged("llama", over(tensor=2, pipeline=2), (0, 1, 2)),
     staged("llama", over(tensor=2, context=2)),
     staged("llama", over(tensor=4), **HEADS),
     staged("deepseek_v3", over(expert=2, tensor=2)),
     staged("llama", over(context=2, pipeline=2), (0, 1)),
-    staged("llama", over()),
+    staged("llama", over(), **SMALL),
 ]
 
 
@@ -90,7 +93,11 @@ def test_a_quick_one():
 
 @pytest.mark.slow
 def test_resumed_to_the_bit(tmp_path):
-    cases = [*staged("llama", over(tensor=2)), MuonCase("qwen3_moe", 1, over(expert=2)), *staged("llama", over())]
+    cases = [
+        *staged("llama", over(tensor=2)),
+        MuonCase("qwen3_moe", 1, over(expert=2)),
+        *staged("llama", over(), **SMALL),
+    ]
     narrow = staged("llama", over(tensor=2), dtype=torch.bfloat16)
     run_on_ranks(2, lives.resume_to_the_bit, [*cases, *narrow], str(tmp_path), deadline_s=400.0)
 
@@ -99,21 +106,21 @@ def test_resumed_to_the_bit(tmp_path):
 @pytest.mark.parametrize("stages", [(0, 0, 0, 0), (1, 0, 2, 3), (3, 1, 1, 0)], ids=str)
 def test_resumed_at_other_layouts(stages, tmp_path):
     sections = (over(), over(tensor=2), over(), over(tensor=2))
-    chain = [MuonCase("llama", stage, section) for stage, section in zip(stages, sections, strict=True)]
+    chain = [MuonCase("llama", stage, section, **SMALL) for stage, section in zip(stages, sections, strict=True)]
     run_on_ranks(2, lives.go_on_elsewhere, chain, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_checkpoints_of_deepspeeds_muon(tmp_path):
     # Partitions of this family begin within a matrix.
-    cases = staged("gemma", over(), dtype=torch.float32)
+    cases = staged("gemma", over(), dtype=torch.float32, **SMALL)
     run_on_ranks(2, lives.go_on_from_deepspeed, cases, str(tmp_path))
 
 
 @pytest.mark.slow
 def test_skipped_steps_leave_momenta():
     bf16 = {"bf16": {"enabled": True, "check_grad_overflow": True}}
-    cases = [(case, bf16) for case in staged("llama", over(), dtype=torch.bfloat16)]
+    cases = [(case, bf16) for case in staged("llama", over(), dtype=torch.bfloat16, **SMALL)]
     cases += [(case, bf16) for case in staged("llama", over(tensor=2), dtype=torch.bfloat16)]
     run_on_ranks(2, lives.skip_steps, cases)
 
@@ -131,7 +138,7 @@ def test_bytes_and_iterations_are_counted():
 
 @pytest.mark.slow
 def test_holdings_are_those_that_plans_expect():
-    cases = [*staged("gemma", over(tensor=2)), *staged("qwen3_moe", over(expert=2)), *staged("gpt2", over())]
+    cases = [*staged("gemma", over(tensor=2)), *staged("qwen3_moe", over(expert=2)), *staged("gpt2", over(), **SMALL)]
     run_on_ranks(2, lives.hold_what_is_expected, [*cases, *staged("llama", over(pipeline=2), (0, 1))])
     run_on_ranks(3, lives.hold_what_is_expected, staged("qwen2", over(tensor=3), (0, 1)))
 

@@ -55,7 +55,8 @@ class WholeMuon:
         self.heads, self.scale, self.coefficients = heads or {}, scale, coefficients
         self.momenta = {name: torch.zeros_like(each) for name, each in self.named.items() if is_muon(name, each)}
         others = [each for name, each in self.named.items() if not is_muon(name, each)]
-        self.adam = torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), eps=1e-10, weight_decay=DECAY)
+        settings = {"lr": ADAM_LR, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": DECAY}
+        self.adam = torch.optim.AdamW(others, **settings) if others else None
 
     @torch.no_grad()
     def step(self, clip: float = 0.0) -> float:
@@ -64,7 +65,8 @@ class WholeMuon:
         if clip:
             for each in self.named.values():
                 each.grad.mul_((clip / (norm + 1e-6)).clamp(max=1))
-        self.adam.step()
+        if self.adam is not None:
+            self.adam.step()
         for name, momentum in self.momenta.items():
             weight = self.named[name]
             momentum.mul_(MOMENTUM).add_(weight.grad, alpha=1 - MOMENTUM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ds_npu.parallel.runtime.placement import Placement
@@ -18,6 +18,24 @@ class MatrixWeight(NamedTuple):
     placement: Placement
     matrix_rows: int = 0
     """Rows of each matrix; 0: all."""
+
+
+Run = tuple[int, int, int, int]
+Partition = Callable[[Sequence[tuple[int, int]], int, int, int], Iterable[Run]]
+"""The runs of ZeRO 1 and 2 in a rank's partition of a flat buffer of weights: (index, first in weight, start, numel).
+
+Of (first element, number of elements) of each weight, the buffer's elements, the ranks, and a rank."""
+ALIGNMENT = 2
+"""A rank's part of a flat buffer is a multiple of so many elements (DeepSpeed 0.19.8, stage_1_and_2.py)."""
+
+
+def contiguous(weights: Sequence[tuple[int, int]], numel: int, ranks: int, rank: int) -> Iterator[Run]:
+    """The runs of DeepSpeed's own partitions: equal parts of the buffer, in the order of the ranks."""
+    begin, end = numel // ranks * rank, numel // ranks * (rank + 1)
+    for index, (offset, size) in enumerate(weights):
+        start, stop = max(offset, begin), min(offset + size, end)
+        if start < stop:
+            yield index, start - offset, start - begin, stop - start
 
 
 def ranges_of(placement: Placement, ranks: Mapping[Axis, int]) -> tuple[Ranges, Ranges, Ranges]:
@@ -37,12 +55,12 @@ def copy_of(placement: Placement, ranks: Mapping[Axis, int], is_partitioned: boo
 
 
 def planned_holdings(
-    weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, ranks: Sequence[int]
+    weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, ranks: Sequence[int], partition: Partition
 ) -> list[list[WeightHolding]]:
     """The parts of ``weights``, in the order of the model, that each of ``ranks`` holds, by rules alone.
 
     Without ZeRO a rank steps its shards; ZeRO 1 and 2 (DeepSpeed 0.19.8, stage_1_and_2.py) cut all of them, the largest
-    first, in equal parts; ZeRO 3 cuts each. Experts are a portion of their own.
+    first, by ``partition``; ZeRO 3 cuts each. Experts are a portion of their own.
     """
     kinds = sorted({weight.placement.is_expert for weight in weights})
     found: list[list[WeightHolding]] = []
@@ -50,37 +68,53 @@ def planned_holdings(
         held: list[WeightHolding] = []
         for portion, is_expert in enumerate(kinds):
             own = [weight for weight in weights if weight.placement.is_expert == is_expert]
-            held += _portion(own, degrees, zero_stage, degrees.coordinates(rank), portion)
+            shards = _Shards(own, degrees, degrees.coordinates(rank))
+            held += (shards.holding(portion, zero_stage > 0, run) for run in shards.runs(zero_stage, partition))
         found.append(held)
     return found
 
 
-def _portion(
-    weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, ranks: Mapping[Axis, int], portion: int
-) -> Iterator[WeightHolding]:
-    shapes = [tuple(sum(b - a for a, b in each) for each in ranges_of(weight.placement, ranks)) for weight in weights]
-    dims = [shape[3 - len(weight.placement.shape) :] for shape, weight in zip(shapes, weights, strict=True)]
-    order = sorted(range(len(weights)), key=lambda index: dims[index], reverse=True)
-    numels = [math.prod(shapes[index]) for index in order]
-    data_axes = weights[0].placement.data_axes
-    parts, part = 1, 0
-    for axis in data_axes:
-        parts, part = parts * degrees.size(axis), part * degrees.size(axis) + ranks[axis]
-    size = -(-sum(numels) // parts)
-    position = 0
-    for tensor, (index, begin) in enumerate(zip(order, itertools.accumulate([0, *numels]), strict=False)):
-        placement, matrix_rows = weights[index]
-        numel = numels[tensor]
+class _Run(NamedTuple):
+    weight: int
+    first: int
+    numel: int
+    tensor: int
+    start: int
+
+
+class _Shards:
+    """One rank's shards of weights that are stepped together, the largest first."""
+
+    def __init__(self, weights: Sequence[MatrixWeight], degrees: Degrees, ranks: Mapping[Axis, int]) -> None:
+        shapes = {}
+        for index, (placement, _) in enumerate(weights):
+            dims = tuple(sum(b - a for a, b in each) for each in ranges_of(placement, ranks))
+            shapes[index] = dims[3 - len(placement.shape) :]
+        order = sorted(shapes, key=lambda index: shapes[index], reverse=True)
+        self._weights, self._ranks = [weights[index] for index in order], ranks
+        self._numels = [math.prod(shapes[index]) for index in order]
+        self._parts, self._part = 1, 0
+        for axis in weights[0].placement.data_axes:
+            self._parts, self._part = self._parts * degrees.size(axis), self._part * degrees.size(axis) + ranks[axis]
+
+    def runs(self, zero_stage: int, partition: Partition) -> Iterator[_Run]:
+        numels = self._numels
         if zero_stage == 0:
-            run = (0, numel, tensor, 0)
+            yield from (_Run(index, 0, numel, index, 0) for index, numel in enumerate(numels))
         elif zero_stage == 3:
-            length = -(-numel // parts)
-            run = (length * part, max(min(length, numel - length * part), 0), 0, position)
-            position += length
+            lengths = [-(-numel // self._parts) for numel in numels]
+            starts = itertools.accumulate([0, *lengths])
+            for index, (numel, length, start) in enumerate(zip(numels, lengths, starts, strict=False)):
+                first = length * self._part
+                if numel > first:
+                    yield _Run(index, first, min(length, numel - first), 0, start)
         else:
-            start, stop = max(begin, size * part), min(begin + numel, size * (part + 1))
-            run = (start - begin, max(stop - start, 0), 0, start - size * part)
-        if run[1]:
-            copy = copy_of(placement, ranks, zero_stage > 0)
-            ranges = ranges_of(placement, ranks)
-            yield WeightHolding(placement.name, placement.shape, *ranges, *run, portion, copy, matrix_rows)
+            unit = ALIGNMENT * self._parts
+            addresses = list(zip(itertools.accumulate([0, *numels]), numels, strict=False))
+            runs = partition(addresses, -(-sum(numels) // unit) * unit, self._parts, self._part)
+            yield from (_Run(index, first, numel, 0, start) for index, first, start, numel in runs)
+
+    def holding(self, portion: int, is_partitioned: bool, run: _Run) -> WeightHolding:
+        placement, matrix_rows = self._weights[run.weight]
+        copy, ranges = copy_of(placement, self._ranks, is_partitioned), ranges_of(placement, self._ranks)
+        return WeightHolding(placement.name, placement.shape, *ranges, *run[1:], portion, copy, matrix_rows)

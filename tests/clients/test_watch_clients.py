@@ -1,4 +1,4 @@
-"""``watch.finite`` and ``watch.mfu`` in unmodified scripts of the Trainer and TRL: losses stay, wrong modules are named."""
+"""``watch.finite`` and ``watch.mfu`` in unmodified scripts of the Trainer and TRL: losses stay, modules are named."""
 
 from __future__ import annotations
 

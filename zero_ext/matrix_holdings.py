@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -13,6 +15,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.whole_matrices import MUON
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
 from ds_npu.ops.orthogonalisation import steps_on_gram_matrices
@@ -78,11 +81,25 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
     return plans
 
 
+def mark_matrices(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Mark the weights of a whole ``model`` that Muon will step, and their heads, as ``deepspeed.initialize`` does.
+
+    Raises ValueError, DeepSpeed's own, where ``per_head_muon`` is set and it finds no heads.
+    """
+    settings = value_at({**ds_config}, "optimizer.params")
+    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params=settings), model)
+
+
+def matrix_weights(model: nn.Module) -> list[MatrixWeight]:
+    """The weights that Muon steps, in the order of the ``model``."""
+    trained = [each for each in model.parameters() if each.requires_grad and STEPPED.get(each)]
+    return [MatrixWeight(placement_of(each), HEAD_ROWS.get(each) or 0) for each in trained]
+
+
 def expected_holdings(engine: Any) -> list[list[WeightHolding]]:
     """The holdings of all ranks of this stage by the rules of partitions, without a message."""
     topology = engine.topology
-    trained = [each for each in engine.module.parameters() if each.requires_grad and STEPPED.get(each)]
-    weights = [MatrixWeight(placement_of(each), HEAD_ROWS.get(each) or 0) for each in trained]
+    weights = matrix_weights(engine.module)
     ranks = topology.ranks("dp", "cp", "tp")
     is_bucketed = BUCKETED.get(engine.optimizer) is not None
     partition = partial(bucketed_runs, bucket_limits(engine.optimizer)) if is_bucketed else contiguous

@@ -16,9 +16,8 @@ from torch import nn
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.cli.planned_overlap import overlap_lines
 from ds_npu.config.check import Checked
-from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.problems import printable
-from ds_npu.config.whole_matrices import is_muon, is_stepped_by_muon
+from ds_npu.config.whole_matrices import is_muon
 from ds_npu.config.zero_buckets import stated_bucket_limits, why_not_in_buckets
 from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
 from ds_npu.engine.placements import complete_placements
@@ -35,7 +34,7 @@ from ds_npu.parallel.pipeline.timeline import Costs, Timeline, timeline
 from ds_npu.parallel.runtime.forward_wraps import wraps_of
 from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
-from ds_npu.parallel.whole_matrices.holdings import MatrixWeight, Partition, contiguous
+from ds_npu.parallel.whole_matrices.holdings import Partition, contiguous
 from ds_npu.planner.matrix_report import matrix_lines
 from ds_npu.planner.parameter_bytes import bytes_of_a_parameter
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
@@ -43,6 +42,7 @@ from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.machine import Machine
 from ds_npu.topology.topology import PlannedTopology
 from ds_npu.zero_ext.bucket_plan import bucketed_runs
+from ds_npu.zero_ext.matrix_holdings import mark_matrices, matrix_weights
 
 ASSUMED = (
     "Assumed: NPUs whose kernels pass their checks, and weights that agree with their roles (the probe was not run)."
@@ -74,6 +74,8 @@ def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Sho
     if isinstance(model, str):
         yield from ("", f"What ds_npu changes of the model is not known: {printable(model)}")
         return
+    if is_muon(ds_config):
+        mark_matrices(model, ds_config)
     topology = PlannedTopology(checked.degrees)
     build = Build(topology, model, checked.config.plan, "npu", is_planned=True)
     declarations = apply_features(values_in(checked.config), build)
@@ -91,15 +93,10 @@ def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Sho
 
 
 def muon_lines(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked, machine: Machine) -> Iterator[str]:
-    """Lines about the matrices of ``model``; none with other optimizers, or with a matrix for each head."""
-    if not is_muon(ds_config) or value_at({**ds_config}, "optimizer.params.per_head_muon") is True:
+    """Lines about the matrices of ``model``; none with other optimizers."""
+    if not is_muon(ds_config):
         return
-    weights = [
-        MatrixWeight(placement_of(weight))
-        for name, weight in model.named_parameters()
-        if is_stepped_by_muon(name, weight.dim()) and weight.requires_grad
-    ]
-    coefficients = checked.config.muon.coefficients
+    weights, coefficients = matrix_weights(model), checked.config.muon.coefficients
     stage, partition = checked.zero_stage or 0, _partition_of(ds_config)
     yield from ("", *matrix_lines(weights, checked.degrees, stage, coefficients, machine, partition))
 

@@ -14,13 +14,6 @@ BY_ELEMENT = "momentum_by_element"
 """The setting of groups whose momenta lie as their weights do; DeepSpeed's own in ZeRO 1 and 2 do not."""
 ZERO = "zero_optimization"
 OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
-APART = ("embed", "lm_head")
-"""Words in names of weights that AdamW steps."""
-
-
-def is_stepped_by_muon(name: str, dims: int) -> bool:
-    """Whether Muon steps a weight, as DeepSpeed 0.19.8 has it (``set_optimizer_flags``)."""
-    return dims >= 2 and not any(word in name.lower() for word in APART)
 
 
 def is_muon(ds_config: Mapping[str, Any]) -> bool:

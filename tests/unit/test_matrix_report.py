@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import tiny_models
 
+from ds_npu.cli.main import main
 from ds_npu.config.check import check
 from ds_npu.config.problems import ConfigError
-from ds_npu.config.whole_matrices import is_stepped_by_muon
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
 from ds_npu.parallel.runtime.placement import Placement
 from ds_npu.parallel.tensor.sharding import Sharding
@@ -16,6 +17,7 @@ from ds_npu.parallel.whole_matrices.holdings import MatrixWeight
 from ds_npu.planner.matrix_report import matrix_lines
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.machine import machine_named
+from ds_npu.zero_ext.matrix_holdings import mark_matrices, matrix_weights
 
 MUON = {"type": "Muon", "params": {"lr": 0.01}}
 
@@ -39,15 +41,32 @@ def test_owners_seconds_and_bytes():
     assert not list(matrix_lines([], Degrees(tp=2), 1, "jordan", machine))
 
 
-def test_what_muon_steps_is_what_deepspeed_marks():
-    import deepspeed
-    import tiny_models
+def test_a_model_is_marked_as_deepspeed_marks_it():
+    """By hand: 2 blocks of four matrices of a GPT-2, and its embeddings, whose names do not say so; 2 x 7 of a Llama."""
+    for family, params, count in (("gpt2", {}, 10), ("llama", {"per_head_muon": True}, 14)):
+        model = tiny_models.tiny(family)
+        mark_matrices(model, {"optimizer": {"type": "Muon", "params": params}})
+        found = matrix_weights(model)
+        assert len(found) == count
+        heads = {each.matrix_rows for each in found}
+        assert heads == ({0} if family == "gpt2" else {0, model.config.head_dim})
 
-    model = tiny_models.tiny("gpt2")
-    config = type("Config", (), {"optimizer_name": "muon", "optimizer_params": {}})
-    deepspeed.set_optimizer_flags(config, model)
-    found = {name: is_stepped_by_muon(name, each.dim()) for name, each in model.named_parameters()}
-    assert found == {name: each.use_muon for name, each in model.named_parameters()} and len(set(found.values())) == 2
+
+def test_check_counts_the_matrices_of_heads(tmp_path, capsys):
+    """A Llama of 2 layers over two tensor ranks: each q, k, v by its heads, and four whole matrices a layer."""
+    model = tiny_models.tiny("llama")
+    model.config.save_pretrained(tmp_path)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "ds_npu": {"parallel": {"tensor": 2}},
+    }
+    config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01, "per_head_muon": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    main(["check", str(tmp_path / "ds.json"), "--world-size", "2", "--model", str(tmp_path)])
+    of = model.config
+    count = 2 * (of.num_attention_heads + 2 * of.num_key_value_heads + 4)
+    assert f"Muon: {count} whole matrices, each orthogonalised once, by one of 2 ranks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("key", ["offload_optimizer", "offload_param"])

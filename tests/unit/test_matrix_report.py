@@ -42,7 +42,7 @@ def test_owners_seconds_and_bytes():
 
 
 def test_a_model_is_marked_as_deepspeed_marks_it():
-    """By hand: four matrices in each of 2 blocks of a GPT-2, and its embeddings, which have other names; 14 of a Llama."""
+    """By hand: four matrices in each of 2 blocks of a GPT-2, and its embeddings, named otherwise; 14 of a Llama."""
     for family, params, count in (("gpt2", {}, 10), ("llama", {"per_head_muon": True}, 14)):
         model = tiny_models.tiny(family)
         mark_matrices(model, {"optimizer": {"type": "Muon", "params": params}})

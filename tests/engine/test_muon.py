@@ -51,7 +51,8 @@ OF_FOUR = [
     staged("llama", over(tensor=2, context=2)),
     staged("llama", over(tensor=4), **HEADS),
     staged("deepseek_v3", over(expert=2, tensor=2)),
-    staged("llama", over(context=2, pipeline=2), (0, 1)),
+    staged("llama", over(context=2, pipeline=2), (0, 1), **SMALL),
+    staged("llama", over(pipeline=2), (0, 1), **SMALL),
     staged("llama", over(), **SMALL),
 ]
 

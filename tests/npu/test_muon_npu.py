@@ -13,12 +13,14 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}, "b
 
 
 def in_small_waves() -> None:
-    """Two waves and more, as a large model has them."""
+    """Two waves and more, and several buckets, as a large model has them."""
     from ds_npu.parallel.whole_matrices import plan
 
     plan.WAVE = 3000
     cases = [MuonCase("llama", stage, TENSOR, torch.bfloat16) for stage in (0, 1, 2, 3)]
-    muon_rule.hold_as_shipped([*cases, MuonCase("llama", 2, {"parallel": {}}, torch.bfloat16)])
+    small = {"reduce_bucket_size": 2500, "allgather_bucket_size": 2500}
+    parts = [MuonCase("llama", stage, {"parallel": {}}, torch.bfloat16, zero=small) for stage in (1, 2)]
+    muon_rule.hold_as_shipped([*cases, *parts])
 
 
 def skipped() -> None:

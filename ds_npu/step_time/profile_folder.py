@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ds_npu.step_time.npu_trace import read_npu_trace
 from ds_npu.step_time.torch_trace import read_torch_trace
 from ds_npu.step_time.trace import Header, RankTrace, TraceError, header_of
 
-READERS: dict[bool, Callable[[Path, Header], RankTrace]] = {True: read_torch_trace}
+READERS: dict[bool, Callable[[Path, Header], RankTrace]] = {True: read_torch_trace, False: read_npu_trace}
 """The reader of a trace, by whether the CPU computed."""
 
 

@@ -85,15 +85,14 @@ def operator_times(report: StepReport) -> list[OperatorTime]:
 
 
 def slowest_ranks(report: StepReport) -> list[SlowestRank]:
-    """The slowest rank of each communicator's collectives, those that cost most first.
+    """The slowest rank of each communicator's collectives and of a ring's messages, those that cost most first.
 
     A call ends on all ranks together: the one for which it is shortest came last, and the others waited for it.
     """
     durations: dict[Any, dict[int, int]] = defaultdict(dict)
     for each in report.ranks:
         for key, time in each.durations.items():
-            if not key.is_message:
-                durations[key][each.header.rank] = time
+            durations[key][each.header.rank] = time
     groups: dict[tuple[tuple[int, ...], str], list[dict[int, int]]] = defaultdict(list)
     for key, times in durations.items():
         if len(times) > 1:
@@ -102,6 +101,8 @@ def slowest_ranks(report: StepReport) -> list[SlowestRank]:
     found = [
         SlowestRank(name, ranks, call_axes(name, ranks, degrees), len(calls), *_slowest(calls, count))
         for (ranks, name), calls in groups.items()
+        # Stages wait for each other's messages by their schedule.
+        if name != "messages"
     ]
     return sorted(found, key=lambda each: -each.by_seconds)
 

@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from ds_npu.step_time.trace import (
 )
 
 MARK = "ds_npu communicates "
-"""The begin of a mark's name; name of the call, name of the group and the other rank (or -) follow, by spaces."""
+"""The begin of a mark's name; the name of the call and that of the process group follow, with a space between."""
 STEP = re.compile(r"ProfilerStep#\d+")
 GLOO = "gloo:"
 OPERATOR = re.compile(r"(?!autograd::|torch::|c10d::|profiler::)\w+::\w+")
@@ -105,8 +106,14 @@ class _Running:
         if outer is not None and outer.owner is not None and outer.owner.kind in (ATTENTION, PRODUCTS):
             # An attention or a product is one operation, whatever it calls.
             self.owner = outer.owner
-        elif OPERATOR.fullmatch(event.name) and not WITHOUT_WORK.fullmatch(event.name):
+        elif _computes(event.name):
             self.kind, self.owner = kind_of(event.name), self
+
+
+@cache
+def _computes(name: str) -> bool:
+    """Whether an event of this name is an operator with work of its own."""
+    return OPERATOR.fullmatch(name) is not None and WITHOUT_WORK.fullmatch(name) is None
 
 
 def _operations(events: Iterable[_Event]) -> Iterator[Operation]:
@@ -167,19 +174,24 @@ def _work(arguments: Mapping[str, Any]) -> Work | None:
 def _messages(threads: Mapping[Any, list[_Event]], header: Header) -> Iterator[Message]:
     """Gloo's calls with the ranks of their communicators.
 
-    A call on the thread that has marked it, as a message is, has that mark; any other one the group of its thread.
+    A message is on the thread that has called it, and has the mark around it; any other call the group of its thread.
+    Messages that are sent are left out: gloo says that they last until somebody waits for them.
     """
     marks = sorted(event for events in threads.values() for event in events if event.name.startswith(MARK))
     calls = [(event, thread) for thread, own in threads.items() for event in own if event.name.startswith(GLOO)]
     groups = _groups_of_threads(marks, calls)
     for call, thread in calls:
-        name = call.name.removeprefix(GLOO)
-        around = _around(marks, call.begun) if _family(name) in ("send", "recv") else None
-        group, peer = groups.get(thread, ""), None
-        if around is not None:
-            _, group, other = around.name.removeprefix(MARK).split(" ")
-            peer = None if other == "-" else int(other)
-        yield Message(_family(name), tuple(header.communicators.get(group, ())), call.begun, call.ended, peer)
+        name = _family(call.name.removeprefix(GLOO))
+        around = _around(marks, call.begun) if name == "recv" else None
+        group = groups.get(thread, "") if around is None else _told(around)[1]
+        if name != "send":
+            yield Message(name, tuple(header.communicators.get(group, ())), call.begun, call.ended)
+
+
+def _told(mark: _Event) -> tuple[str, str]:
+    """The name of the call and of the process group in a mark."""
+    name, _, group = mark.name.removeprefix(MARK).partition(" ")
+    return _family(name), group
 
 
 def _groups_of_threads(marks: list[_Event], calls: Iterable[tuple[_Event, Any]]) -> dict[Any, str]:
@@ -188,8 +200,8 @@ def _groups_of_threads(marks: list[_Event], calls: Iterable[tuple[_Event, Any]])
     for call, thread in calls:
         mark = _around(marks, call.begun)
         if mark is not None:
-            name, group, _ = mark.name.removeprefix(MARK).split(" ")
-            if _family(name) == _family(call.name.removeprefix(GLOO)):
+            name, group = _told(mark)
+            if name == _family(call.name.removeprefix(GLOO)):
                 votes[thread][group] += 1
     return {thread: found.most_common(1)[0][0] for thread, found in votes.items()}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from ds_npu.topology.degrees import Degrees
@@ -16,6 +18,8 @@ ATTENTIONS = re.compile("attention", re.IGNORECASE)
 """Names of operators and kernels that compute attention, of ATen and of CANN."""
 PRODUCT_OF_ATEN = re.compile(r"(add|b|badd|_grouped_|_scaled_)?(mm|bmm)|(add)?mv|dot|(mkldnn_)?convolution(_\w+)?")
 PRODUCT_OF_CANN = re.compile("matmul|gemm|conv[23]d", re.IGNORECASE)
+ENDS = ("send", "recv")
+"""Names of the two ends of a message."""
 VERSION = 1
 
 
@@ -51,8 +55,6 @@ class Message(NamedTuple):
     """Global ranks of the communicator; empty where the trace does not say."""
     begun: int
     ended: int
-    peer: int | None = None
-    """The other global rank of a ``send`` or ``recv``."""
 
 
 class Scheduled(NamedTuple):
@@ -121,36 +123,36 @@ class RankTrace:
     """Times of copies to or from the host."""
 
     def calls(self) -> Iterator[tuple[CallKey, Message]]:
-        """The messages, each with what names the same call on all ranks that take part in it."""
-        counts: dict[tuple[Any, ...], int] = {}
+        """The messages, each with what names the same call on all ranks that take part in it.
+
+        Ranks of a ring send and receive alike. Stages of a pipeline do not: those of two ranks have two ends, and of
+        more the other end is not known.
+        """
+        counts: Counter[tuple[Any, ...]] = Counter()
+        stages = {rank: self.header.degrees.coordinates(rank)["pp"] for each in self.messages for rank in each.ranks}
         for each in sorted(self.messages, key=lambda message: message.begun):
-            if each.ranks:
-                key = (each.ranks, *_ends(each, self.header.rank))
-                counts[key] = counts.get(key, 0) + 1
-                yield CallKey(*key, counts[key]), each
+            if not each.ranks:
+                continue
+            key = (each.ranks, each.name, -1)
+            if each.name in ENDS and len({stages[rank] for rank in each.ranks}) > 1:
+                first = self.header.rank == min(each.ranks)
+                ends = (each.ranks, "messages", int(first == (each.name == "send")))
+                key = ends if len(each.ranks) == 2 else (each.ranks, each.name, self.header.rank)
+            counts[key] += 1
+            yield CallKey(*key, counts[key]), each
 
 
 class CallKey(NamedTuple):
-    """The n-th call of a name on a communicator, or the n-th message from one rank to another."""
+    """The n-th call of a name on a communicator."""
 
     ranks: tuple[int, ...]
     name: str
-    source: int
-    target: int
+    side: int
+    """Of messages between stages what tells them apart, as which of two ranks sends; -1: of calls that are alike."""
     number: int
 
-    @property
-    def is_message(self) -> bool:
-        """Whether it is a message between two ranks."""
-        return self.source >= 0
 
-
-def _ends(message: Message, rank: int) -> tuple[str, int, int]:
-    if message.peer is None:
-        return message.name, -1, -1
-    return "message", *((rank, message.peer) if message.name == "send" else (message.peer, rank))
-
-
+@cache
 def kind_of(name: str) -> str:
     """The kind of computing of an operator or kernel, by its name."""
     if ATTENTIONS.search(name):

@@ -57,16 +57,16 @@ EVENTS = [
     event(MAIN, 100, 120, "autograd::engine::evaluate_function: MulBackward0"),
     event(MAIN, 110, 118, "aten::mul"),
     # A collective whose call was marked, and one of the same thread that was not.
-    note(MAIN, 71, 90, f"{MARK}all_reduce dp -"),
+    note(MAIN, 71, 90, f"{MARK}all_reduce dp"),
     note(GLOO_DATA, 72, 88, "gloo:all_reduce"),
     event(GLOO_DATA, 74, 76, "aten::view"),
     note(GLOO_DATA, 105, 115, "gloo:all_gather"),
     # Of another communicator, while an operator runs; and one that nothing names.
-    note(MAIN, 119, 121, f"{MARK}all_gather_single tp -"),
+    note(MAIN, 119, 121, f"{MARK}all_gather_single tp"),
     note(GLOO_TENSOR, 120, 130, "gloo:all_gather"),
     note(9, 140, 150, "gloo:all_reduce"),
     # A message on the thread itself.
-    note(MAIN, 160, 171, f"{MARK}recv pair 1"),
+    note(MAIN, 160, 171, f"{MARK}recv pair"),
     note(MAIN, 161, 170, "gloo:recv"),
 ]
 
@@ -122,12 +122,12 @@ def shifted(events: list[dict], changes: dict[str, tuple[float, float]]) -> list
 def test_ranks_together_know_who_was_late(tmp_path):
     own = [
         note(MAIN, 0, 100, "ProfilerStep#1"),
-        note(MAIN, 10, 12, f"{MARK}all_reduce dp -"),
+        note(MAIN, 10, 12, f"{MARK}all_reduce dp"),
         note(GLOO_DATA, 11, 71, "gloo:all_reduce"),
-        note(MAIN, 75, 77, f"{MARK}all_reduce dp -"),
+        note(MAIN, 75, 77, f"{MARK}all_reduce dp"),
         note(GLOO_DATA, 76, 80, "gloo:all_reduce"),
     ]
-    late = shifted(own, {f"{MARK}all_reduce dp -": (60, 62), "gloo:all_reduce": (61, 71)})
+    late = shifted(own, {f"{MARK}all_reduce dp": (60, 62), "gloo:all_reduce": (61, 71)})
     late = [*late[:3], *own[3:4], note(GLOO_DATA, 76, 82, "gloo:all_reduce")]
     written(tmp_path, header(0, steps=(4, 4)), own)
     written(tmp_path, header(2, steps=(4, 4)), late)
@@ -146,22 +146,21 @@ def test_messages_between_stages_are_the_bubble(tmp_path):
     common = {"degrees": Degrees(pp=2), "steps": (0, 0), "schedule": planned}
     sends = [
         note(MAIN, 0, 100, "ProfilerStep#1"),
-        note(MAIN, 60, 66, f"{MARK}isend pair 1"),
+        note(MAIN, 60, 66, f"{MARK}isend pair"),
         note(MAIN, 61, 65, "gloo:send"),
     ]
     receives = [
         note(MAIN, 0, 100, "ProfilerStep#1"),
-        note(MAIN, 10, 66, f"{MARK}recv pair 0"),
+        note(MAIN, 10, 66, f"{MARK}recv pair"),
         note(MAIN, 15, 65, "gloo:recv"),
     ]
     written(tmp_path, header(0, **common), sends)
     written(tmp_path, header(1, **common), receives)
     report = report_of(traces_in(tmp_path))
-    assert round(report.ranks[1].activities[BUBBLE] * 1e6) == 46
-    assert round(report.ranks[1].activities[f"{EXPOSED}pipeline"] * 1e6) == 4
+    assert round(report.ranks[1].activities[BUBBLE] * 1e6) == 50
     assert BUBBLE not in report.ranks[0].activities
     text = "\n".join(report_text(report))
-    assert "bubble                 23.0% of the step; 1f1b over 2 ranks with 4 micro-batches has 25.0%" in text, text
+    assert "bubble                 25.0% of the step; 1f1b over 2 ranks with 4 micro-batches has 25.0%" in text, text
 
 
 PARTS = st.builds(
@@ -282,9 +281,9 @@ def test_a_hundred_thousand_events_take_less_than_ten_seconds(tmp_path):
             event(MAIN, at + 21, at + 24, "aten::mul"),
             note(GLOO_DATA, at + 10, at + 35, "gloo:all_reduce"),
         ]
-    for rank in (0, 2):
-        written(tmp_path, header(rank, steps=(0, 0)), events)
+    written(tmp_path, header(steps=(0, 0)), events)
     begun = time.process_time()
     report = report_of(traces_in(tmp_path))
     "\n".join(report_text(report)), report_svg(report)
-    assert time.process_time() - begun < 20, "two ranks, of 100,000 events each"
+    # Of the processor: tests of others run on the same one.
+    assert time.process_time() - begun < 10

@@ -14,10 +14,6 @@ from torch.overrides import TorchFunctionMode
 
 from ds_npu.step_time.torch_trace import MARK
 
-PEERS = ("dst", "group_dst", "src", "group_src")
-"""Parameters that name the other end of a message."""
-MESSAGES = ("send", "recv", "isend", "irecv")
-
 
 class MarkedCalls(TorchFunctionMode):
     """While it is entered, each call of torch.distributed on this thread is a range named by its process group."""
@@ -40,12 +36,7 @@ def _mark(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     found = _signature(func).bind(*args, **kwargs).arguments
     group = found.get("group") or dist.group.WORLD
     assert group is not None
-    peer = "-"
-    if func.__name__ in MESSAGES:
-        name = next((each for each in PEERS if found.get(each) is not None), None)
-        if name is not None:
-            peer = str(dist.get_global_rank(group, found[name]) if name.startswith("group") else found[name])
-    return f"{MARK}{func.__name__} {group.group_name} {peer}"
+    return f"{MARK}{func.__name__} {group.group_name}"
 
 
 @functools.cache

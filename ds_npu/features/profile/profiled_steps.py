@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ds_npu.capability import npu_profiler
 from ds_npu.config.profile import ProfileSection
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
 from ds_npu.features.profile.marked_calls import process_groups
-from ds_npu.features.profile.recorders import ProfileError, Recorder, TorchRecorder
+from ds_npu.features.profile.recorders import NpuRecorder, ProfileError, Recorder, TorchRecorder
 from ds_npu.log import logger
 from ds_npu.models.guards import is_compiled
 from ds_npu.parallel.pipeline.timeline import Costs, timeline
@@ -188,7 +189,7 @@ def _install(section: ProfileSection, build: Build, engine: TrainingEngine) -> l
         trace=f"rank{rank}.trace.json",
         run=run[0],
     )
-    recorder = _recorder(section, engine, folder, rank) if is_recorded else None
+    recorder = _recorder(section, build, engine) if is_recorded else None
     window = Window(engine, section, header, recorder)
     window.undo += engine.events.around_calls(MethodLevel.PROFILE, window.around_call)
     window.undo.append(engine.events.after_step(MethodLevel.PROFILE, window.after_step))
@@ -197,7 +198,10 @@ def _install(section: ProfileSection, build: Build, engine: TrainingEngine) -> l
     return [f"profile: steps {first} to {last} are recorded, and go to {section.folder}"]
 
 
-def _recorder(section: ProfileSection, engine: TrainingEngine, folder: Path, rank: int) -> Recorder:
+def _recorder(section: ProfileSection, build: Build, engine: TrainingEngine) -> Recorder:
+    folder, rank = Path(section.folder), dist.get_rank()
+    if build.device_type != "cpu":
+        return NpuRecorder(folder, rank, section.recorded, npu_profiler())
     # Compiled code would be traced again in a mode of torch functions.
     marked = not engine.is_deepcompile_enabled() and not any(map(is_compiled, engine.module.modules()))
     return TorchRecorder(folder, rank, section.recorded, marked=marked)

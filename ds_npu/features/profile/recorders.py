@@ -1,20 +1,23 @@
-"""Profilers that record a window of steps: torch.profiler on the CPU."""
+"""Profilers that record a window of steps: torch.profiler on the CPU, torch_npu.profiler on NPUs."""
 
 from __future__ import annotations
 
 import gc
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ds_npu.features.profile.marked_calls import MarkedCalls
+from ds_npu.step_time.npu_trace import read_npu_trace
 from ds_npu.step_time.torch_trace import read_torch_trace
 from ds_npu.step_time.trace import Header, RankTrace
 
+FEWER = "What to do: profile fewer steps (ds_npu.profile.steps), or less of them (ds_npu.profile.with)"
 EVENT_BYTES = 700
 """Bytes of an event in a trace with shapes; one without is smaller, one of a Python function too."""
 MOST_BYTES = 2 * 2**30
@@ -55,10 +58,7 @@ class TorchRecorder:
     def begin(self, *, warm_up: bool, steps: int) -> None:
         """Raise ProfileError where another profiler runs."""
         if torch._C._autograd._profiler_enabled():
-            raise ProfileError(
-                "another profiler runs already: the script's own, or one of its client. What to do: leave "
-                "ds_npu.profile out, or take the script's profiler out of its steps"
-            )
+            raise ProfileError(BESIDE)
         self.profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             schedule=torch.profiler.schedule(wait=0, warmup=int(warm_up), active=steps + 1, repeat=1),
@@ -107,6 +107,70 @@ class TorchRecorder:
             yield
 
 
+class NpuRecorder:
+    """torch_npu.profiler, and its folder ``rank<N>_..._ascend_pt`` in ``folder``."""
+
+    def __init__(self, folder: Path, rank: int, recorded: Collection[str], module: Any) -> None:
+        """``module``: torch_npu.profiler."""
+        self.folder, self.rank, self.recorded, self.module = folder, rank, recorded, module
+        self.profiler: Any = None
+        self.too_large = 0
+        """Bytes of a trace that was given up."""
+
+    def begin(self, *, warm_up: bool, steps: int) -> None:
+        """Raise ProfileError where another profiler runs."""
+        module = self.module
+        if module.profiler.ProfPathCreator().is_prof_inited or torch._C._autograd._profiler_enabled():
+            raise ProfileError(BESIDE)
+        settings = module._ExperimentalConfig(
+            export_type=[module.ExportType.Db], profiler_level=module.ProfilerLevel.Level1
+        )
+        self.profiler = module.profile(
+            activities=[module.ProfilerActivity.CPU, module.ProfilerActivity.NPU],
+            schedule=module.schedule(wait=0, warmup=int(warm_up), active=steps + 1, repeat=1),
+            on_trace_ready=module.tensorboard_trace_handler(str(self.folder), f"rank{self.rank}"),
+            record_shapes="shapes" in self.recorded,
+            profile_memory="memory" in self.recorded,
+            with_stack="stacks" in self.recorded,
+            experimental_config=settings,
+        )
+        self.profiler.start()
+
+    def step(self) -> None:
+        """Pass to the next step; give up where the raw data, which are written meanwhile, are too large."""
+        if self.profiler is None:
+            return
+        torch.get_device_module("npu").synchronize()
+        self.profiler.step()
+        self.too_large = sum(each.stat().st_size for each in self._made().rglob("*") if each.is_file())
+        if self.too_large > MOST_BYTES:
+            self.stop()
+
+    def end(self, header: Header) -> RankTrace:
+        """Have torch_npu write its database, and read it; raises ProfileError where the raw data were too large."""
+        if self.profiler is None:
+            raise ProfileError(_too_large(self.too_large))
+        own, self.profiler = self.profiler, None
+        made = self._made(own)
+        own.stop()
+        return read_npu_trace(made, replace(header, trace=made.name))
+
+    def stop(self) -> None:
+        """Stop to record, and remove what was written."""
+        own, self.profiler = self.profiler, None
+        made = self._made(own)
+        own.on_trace_ready = own.action_controller.on_trace_ready = None
+        own.stop()
+        shutil.rmtree(made, ignore_errors=True)
+
+    def marks(self) -> Any:
+        """No context: HCCL's calls have the names of their communicators."""
+        return nullcontext()
+
+    def _made(self, own: Any = None) -> Path:
+        return Path((own or self.profiler).prof_if.prof_path)
+
+
 def _check_alone(own: Any) -> None:
     """Raise ProfileError where another profiler was started in the window: torch then ends the first one."""
     started = torch.autograd.profiler.profile
@@ -118,6 +182,10 @@ def _check_alone(own: Any) -> None:
         raise ProfileError(INTRUDED)
 
 
+BESIDE = (
+    "another profiler runs already: the script's own, or one of its client. What to do: leave ds_npu.profile out, or "
+    "take the script's profiler out of its steps"
+)
 INTRUDED = (
     "another profiler was started in the window, the script's own or one of its client, and has ended this one. "
     "What to do: choose other ds_npu.profile.steps, or take the script's profiler out"
@@ -126,14 +194,15 @@ INTRUDED = (
 
 def _check_room(folder: Path, needed: int) -> None:
     """Raise ProfileError where a trace of about ``needed`` bytes is too large, or the disk too full."""
-    what = "What to do: profile fewer steps (ds_npu.profile.steps), or less of them (ds_npu.profile.with)"
     if needed > MOST_BYTES:
-        raise ProfileError(
-            f"the trace would take about {needed / 2**30:.1f} GiB, and a rank writes {MOST_BYTES / 2**30:.0f} GiB at "
-            f"most. {what}"
-        )
+        raise ProfileError(_too_large(needed))
     if shutil.disk_usage(folder).free < needed:
-        raise ProfileError(f"{folder}: the trace needs about {needed / 2**20:,.0f} MiB, {_free(folder)}. {what}")
+        raise ProfileError(f"{folder}: the trace needs about {needed / 2**20:,.0f} MiB, {_free(folder)}. {FEWER}")
+
+
+def _too_large(needed: int) -> str:
+    found, most = needed / 2**30, MOST_BYTES / 2**30
+    return f"the trace takes about {found:.1f} GiB, and a rank writes {most:.0f} GiB at most. {FEWER}"
 
 
 def _free(folder: Path) -> str:

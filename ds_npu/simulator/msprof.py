@@ -159,7 +159,7 @@ def _core(told: Mapping[str, Any]) -> str:
 def _add_kernel(database: Database, index: int, task: Mapping[str, Any], core: str) -> None:
     told, number = task["args"], database.number
     own = task["name"].removeprefix("aclnn")
-    kind = f"MatMul{own}" if told["kind"] == "cube" and "matmul" not in own.lower() else own
+    kind = "MatMulV3" if told["kind"] == "cube" and "matmul" not in own.lower() else own
     sides: list[int] = []
     for skipped in (WRITTEN, READ):
         tensors = [(name, sizes) for access, name, sizes in told["shapes"] if access != skipped]

@@ -39,8 +39,13 @@ def _product(machine: Machine, work: Work) -> float | None:
     if work.outputs:
         arguments = arguments[: -work.outputs]
     factors = [(shape, size) for shape, size in arguments if len(shape) in (2, 3)]
-    pairs = [(a, b) for a, b in pairwise(factors) if len(a[0]) == len(b[0])]
     result = work.shapes[-1] if work.outputs else None
+    if result is not None and [len(shape) for shape, _ in factors] == [3, 2]:
+        # One matrix for all samples.
+        (first, size), second = factors
+        factors = [((math.prod(first[:-1]), first[-1]), size), second]
+        result = (math.prod(result[:-1]), result[-1])
+    pairs = [(a, b) for a, b in pairwise(factors) if len(a[0]) == len(b[0])]
     for (a, size), (b, _) in reversed(pairs):
         found = _sizes(a, b, result)
         if found is not None and a[:-2] == b[:-2]:

@@ -213,6 +213,8 @@ def test_the_least_time_of_an_operator():
     # CANN multiplies a transposed second factor, and names the result.
     other = Work(((4096, 512), (1024, 512), (4096, 1024)), (2, 2, 2), 1)
     assert least_seconds(A2, "MatMulV3", other) == pytest.approx(A2.product_seconds(4096, 1024, 512, 2))
+    shared = Work(((8, 512, 512), (512, 1024), (8, 512, 1024)), (2, 2, 2), 1)
+    assert least_seconds(A2, "Matmul", shared) == pytest.approx(A2.product_seconds(4096, 1024, 512, 2))
     q, kv = (2, 8, 512, 64), (2, 2, 1024, 64)
     flop = 4 * 2 * 8 * 512 * 1024 * 64
     causal = Work((q, kv, kv), (2, 2, 2), 0, is_causal=True)

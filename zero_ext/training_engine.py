@@ -64,6 +64,8 @@ class TrainingEngine(Protocol):
     """The outputs of a PipelineEngine's last stage, by micro-batch; other engines have none."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def train_micro_batch_size_per_gpu(self) -> int: ...
+    def gradient_accumulation_steps(self) -> int: ...
     def steps_per_print(self) -> int | None: ...
     def was_step_applied(self) -> bool: ...
     def get_global_grad_norm(self) -> Any: ...
@@ -92,9 +94,9 @@ class EngineEvents:
         """Call ``function`` before each optimizer step, at an accumulation boundary, when gradients are reduced."""
         wrap_method(self._engine, STEP, partial(_with_before, function), level)
 
-    def after_step(self, level: MethodLevel, function: Action) -> None:
-        """Call ``function`` behind each optimizer step, one that DeepSpeed has skipped too."""
-        wrap_method(self._engine, STEP, partial(_with_after, function), level)
+    def after_step(self, level: MethodLevel, function: Action) -> Undo:
+        """Call ``function`` behind each optimizer step, one that DeepSpeed has skipped too; returns what ends that."""
+        return wrap_method(self._engine, STEP, partial(_with_after, function), level)
 
     def before_backward(self, level: MethodLevel, function: Callable[[torch.Tensor], object]) -> None:
         """Call ``function`` with the loss of each micro-batch before its backward."""

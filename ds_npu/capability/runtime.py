@@ -277,6 +277,11 @@ def hccl_options(config: Mapping[str, int]) -> object | None:
     return cast(object, options)
 
 
+def npu_profiler() -> Any | None:
+    """The module ``torch_npu.profiler``; None where torch_npu cannot be imported."""
+    return None if torch_npu_importable() else _torch_npu()[0].profiler
+
+
 def range_marker() -> Any | None:
     """torch_npu's ``mstx`` (named ranges in a profile), None where torch_npu cannot be imported."""
     return None if torch_npu_importable() else getattr(_torch_npu()[0].npu, "mstx", None)

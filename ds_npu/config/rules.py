@@ -214,6 +214,28 @@ def _dump(config: DsNpuConfig) -> Iterator[Problem]:
     yield from _asked(config, ("moe.placement_interval",), moved)
 
 
+MOST_PROFILED = 100
+"""Steps of a profile: traces of more fill disks, and nobody reads them."""
+
+
+def _profile(config: DsNpuConfig) -> Iterator[Problem]:
+    steps = config.profile.steps
+    if not steps:
+        yield from _asked(config, ("profile",), "only with ds_npu.profile.steps, the first and the last step")
+        return
+    if len(steps) != 2 or not 0 <= steps[1] - steps[0] < MOST_PROFILED:
+        accepted = f"the first and the last step, as [10, 12], at most {MOST_PROFILED} steps"
+        yield Problem("ds_npu.profile.steps", steps, accepted)
+        return
+    first, last = steps
+    # These count or record in the second step.
+    for key, value in (("watch.mfu", config.watch.mfu), ("memory_report", config.memory_report)):
+        if value and first <= 1 <= last:
+            yield Problem("ds_npu.profile.steps", steps, f"without step 1, which ds_npu.{key} makes slower")
+    if dumped := sorted(step for step in set(config.dump.steps) if first <= step <= last):
+        yield Problem("ds_npu.profile.steps", steps, f"without {dumped}, which ds_npu.dump.steps makes slower")
+
+
 RULES = (
     *(_axis_rule(key, axis) for key, axis in NEEDS_RANKS.items()),
     Rule(
@@ -353,4 +375,5 @@ RULES = (
     Rule(("pipeline", "moe", "recompute", "swap"), _pairs),
     Rule(("hccl.op_expansion_mode", "deterministic"), _vector_cores),
     Rule(("dump", "optimizer_memory", "moe.placement_interval"), _dump),
+    Rule(("profile", "dump.steps", "watch.mfu", "memory_report"), _profile),
 )

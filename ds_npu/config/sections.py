@@ -16,6 +16,7 @@ from ds_npu.config.muon import MuonSection
 from ds_npu.config.optimizer_memory import OptimizerMemorySection
 from ds_npu.config.parallel import ParallelSection
 from ds_npu.config.pipeline import PipelineSection
+from ds_npu.config.profile import ProfileSection
 from ds_npu.config.recompute import ModuleGlob, RecomputeSection
 from ds_npu.config.roles import Role
 from ds_npu.config.section import AtLeastOne, Section
@@ -58,6 +59,7 @@ class DsNpuConfig(Section):
     hccl: HcclSection = HcclSection()
     watch: WatchSection = WatchSection()
     dump: DumpSection = DumpSection()
+    profile: ProfileSection = ProfileSection()
 
     @property
     def axes(self) -> ParallelSection:
@@ -71,5 +73,5 @@ def switched_on(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]
     for key, value in section:
         if isinstance(value, Section):
             yield from switched_on(value, f"{prefix}{key}.")
-        elif value is not False and value != type(section).model_fields[key].default:
-            yield f"{prefix}{key}", value
+        elif value is not False and value != (field := type(section).model_fields[key]).default:
+            yield f"{prefix}{field.alias or key}", value

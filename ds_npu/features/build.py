@@ -14,6 +14,7 @@ from ds_npu.features.declaration import Change, Declaration, Phase
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
 from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.tensor.axis import ChoosesCollectives
 from ds_npu.parallel.tensor.randomness import align_generators
@@ -47,6 +48,8 @@ class Build:
     """Whether the model is a deepspeed.PipelineModule, which has a schedule of its own."""
     waiting_forwards: tuple[int, ...] = ()
     """The most forwards that wait for their backward at a time, per pipeline rank; empty without a schedule."""
+    schedule: Callable[[int], tuple[str, Schedule]] | None = None
+    """The name of the pipeline's schedule, and its actions for a number of samples, or of DeepSpeed's micro-batches."""
     collectives: ChoosesCollectives | None = None
     """Chooses how products overlap with sequence parallelism's collectives; None: no overlap."""
     sequence_parallel: bool = False

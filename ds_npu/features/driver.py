@@ -24,6 +24,7 @@ from ds_npu.features.muon import MUON
 from ds_npu.features.optimizer_memory.state_in_fewer_bytes import OPTIMIZER_MEMORY
 from ds_npu.features.pipeline.pipeline_ranks import PIPELINE
 from ds_npu.features.plan import PLAN
+from ds_npu.features.profile.profiled_steps import PROFILE
 from ds_npu.features.recompute.recomputed_modules import RECOMPUTE
 from ds_npu.features.swap.swapped_modules import SWAP
 from ds_npu.features.tensor_parallel.tensor_ranks import PARALLEL, TENSOR_OVERLAP
@@ -50,6 +51,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     DETERMINISTIC,
     WATCH,
     DUMP,
+    PROFILE,
 )
 CHANGED_FOR: Mark[dict[str, str]] = Mark("changed for")
 """The texts for which a model was changed, by the key of each feature."""

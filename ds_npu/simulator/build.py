@@ -35,6 +35,8 @@ SONAMES = (
     "libgraph.so",
     "libopapi.so",
     "libacl_tdt_channel.so",
+    "libmsprofiler.so",
+    "libascend_hal.so",
 )
 """The libraries of CANN that torch_npu links or opens by name: links to LIBRARY, which the loader opens once."""
 
@@ -54,6 +56,12 @@ MOST_WITHOUT = 2
 """Files per core up to which headers are not precompiled, which would take as long."""
 
 CANN_FOLDERS = ("runtime", "compiler", "opp")
+
+MSPROF = Path(__file__).parent / "msprof.py"
+"""The stand-in of CANN's program that exports profiles."""
+MSPROF_SCRIPT = Path("tools/profiler/profiler_tool/analysis/msprof/msprof.py")
+MSPROF_FOLDER = Path("tools/profiler/bin")
+"""In CANN's folder: the script that torch_npu looks for, and the folder of the command ``msprof``."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +136,12 @@ def built() -> Path:
 def _is_whole(home: Path) -> bool:
     linked = all((home / soname).is_symlink() and (home / soname).exists() for soname in SONAMES)
     folders = all((home / folder).is_dir() for folder in CANN_FOLDERS)
-    return linked and folders and is_sealed(home / LIBRARY) and is_sealed(home / CONTENTS)
+    tools = (home / MSPROF_SCRIPT).exists() and (home / MSPROF_FOLDER / "msprof").exists()
+    return linked and folders and tools and is_sealed(home / LIBRARY) and is_sealed(home / CONTENTS)
 
 
 def _digest(toolchain: Toolchain) -> str:
-    content = hashlib.sha256(toolchain.identity().encode() + Path(__file__).read_bytes())
+    content = hashlib.sha256(toolchain.identity().encode() + Path(__file__).read_bytes() + MSPROF.read_bytes())
     for source in sorted(SOURCES.rglob("*.*")):
         content.update(str(source.relative_to(SOURCES)).encode() + source.read_bytes())
     return content.hexdigest()[:16]
@@ -153,11 +162,23 @@ def _build(toolchain: Toolchain, home: Path) -> None:
         _link(toolchain, objects, {name for names in contents.values() for name in names}, making)
         for soname in SONAMES:
             (making / soname).symlink_to(LIBRARY)
+        _install_msprof(making)
         seal(making / LIBRARY)
         seal(making / CONTENTS)
         if home.exists():
             shutil.rmtree(home)
         making.rename(home)
+
+
+def _install_msprof(home: Path) -> None:
+    """The command ``msprof``, which torch_npu looks for in PATH, and the script beside it that it also asks for."""
+    script, command = home / MSPROF_SCRIPT, home / MSPROF_FOLDER / "msprof"
+    for file in (script, command):
+        file.parent.mkdir(parents=True)
+    shutil.copyfile(MSPROF, script)
+    relative = Path(*[".."] * len(MSPROF_FOLDER.parts)) / MSPROF_SCRIPT
+    command.write_text(f'#!/bin/sh\nexec python3 "$(dirname "$(readlink -f "$0")")/{relative}" "$@"\n')
+    command.chmod(0o755)
 
 
 def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> list[Path]:
@@ -260,7 +281,7 @@ def _link(toolchain: Toolchain, objects: Sequence[Path], defined: set[str], home
 
 def _defined(compiled: Path) -> list[str]:
     listing = _run(["nm", "--defined-only", "--extern-only", "--format=just-symbols", str(compiled)])
-    return sorted(re.findall(r"^(?:acl|Hccl)\w+$", listing, re.MULTILINE))
+    return sorted(re.findall(r"^(?:acl|Hccl|Msprof|hal[A-Z])\w+$", listing, re.MULTILINE))
 
 
 def operators_of(torch_npu: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +66,7 @@ class Simulation:
         """``inherited`` and the variables for the simulated NPUs whose libraries are in ``home``."""
         return {
             **inherited,
+            "PATH": ":".join((str(home / "tools/profiler/bin"), inherited.get("PATH", os.defpath))),
             "LD_LIBRARY_PATH": ":".join(filter(None, (str(home), inherited.get("LD_LIBRARY_PATH")))),
             "ASCEND_HOME_PATH": str(home),
             "ASCEND_OPP_PATH": str(home / "opp"),

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any
 
 from ds_npu.cli.prediction.dry_run import DryRun, Request, StageReport
 from ds_npu.cli.prediction.sensitivity import Sensitivity
 from ds_npu.simulator.replay.recording import RecordedAction
 from ds_npu.simulator.replay.replay import Replay, Span
-from ds_npu.topology.degrees import DENSE, EXPERT, NAMES, Axis, Degrees
+from ds_npu.step_time.intervals import (
+    BUBBLE,
+    COPIES,
+    EXPOSED,
+    HOST,
+    NANO,
+    WAITS,
+    Interval,
+    Part,
+    axes_between,
+    mean_shares,
+    one_after_another,
+    seconds_of,
+)
+from ds_npu.step_time.lanes import COMPUTES
+from ds_npu.topology.degrees import NAMES, Degrees
 from ds_npu.topology.machine import Machine
 
-COMPUTES, COPIES, BUBBLE, HOST = "computes", "copies to or from the host", "bubble", "waits for the host"
-EXPOSED, WAITS = "communicates: ", "waits for ranks: "
-"""Prefixes of an activity; the axes follow whose ranks communicate, or whose slowest rank is waited for."""
 MESSAGES = ("message", "collective")
-NANO = 1e-9
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An activity of an NPU from ``begun`` to ``ended`` nanoseconds."""
-
-    activity: str
-    begun: int
-    ended: int
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,7 @@ class PredictedStage:
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each activity."""
-        found: Counter[str] = Counter()
-        for each in self.intervals:
-            found[each.activity] += each.ended - each.begun
-        return {activity: time * NANO for activity, time in found.items()}
+        return seconds_of(self.intervals)
 
 
 @dataclass(frozen=True)
@@ -90,11 +88,7 @@ class Prediction:
 
     def shares(self) -> dict[str, float]:
         """Parts of the step by activity, the mean of all stages, the largest first."""
-        found: dict[str, float] = {}
-        for stage in self.stages:
-            for activity, seconds in stage.seconds().items():
-                found[activity] = found.get(activity, 0.0) + seconds / len(self.stages) / self.step_seconds
-        return dict(sorted(found.items(), key=lambda entry: -entry[1]))
+        return mean_shares([stage.seconds() for stage in self.stages], self.step_seconds)
 
 
 def predicted(run: DryRun, request: Request, degrees: Degrees, machine: Machine) -> Prediction:
@@ -119,77 +113,27 @@ def activities(spans: Iterable[Span], degrees: Degrees, end: int) -> tuple[Inter
     axes at one time is an activity of its own. A wait for a message of another stage, and for the end of the step, is
     the bubble. Where nothing is on the NPU, it waits for its host.
     """
-    edges: list[tuple[int, int, int, str]] = []
-    for span in spans:
-        for rank, activity, begun, ended in _parts(span, degrees):
-            if ended > begun:
-                edges += [(begun, 1, rank, activity), (ended, -1, rank, activity)]
-    edges.sort()
-    running: Counter[tuple[int, str]] = Counter()
-    found: list[Interval] = []
-    now = 0
-
-    def pass_to(time: int, activity: str) -> None:
-        nonlocal now
-        if time > now:
-            if found and found[-1].activity == activity:
-                found[-1] = Interval(activity, found[-1].begun, time)
-            else:
-                found.append(Interval(activity, now, time))
-            now = time
-
-    for time, change, rank, activity in edges:
-        pass_to(time, _first(running) if running else HOST)
-        running[rank, activity] += change
-        if not running[rank, activity]:
-            del running[rank, activity]
-    pass_to(end, BUBBLE if degrees.pp > 1 else HOST)
-    return tuple(found)
+    parts = (part for span in spans for part in _parts(span, degrees))
+    return one_after_another(parts, end, BUBBLE if degrees.pp > 1 else HOST)
 
 
-def _first(running: Iterable[tuple[int, str]]) -> str:
-    """The activity with precedence, of one axis or more."""
-    rank = min(rank for rank, _ in running)
-    found = sorted(activity for each, activity in running if each == rank)
-    if len(found) == 1 or not all(each.startswith(EXPOSED) for each in found):
-        return found[0]
-    return EXPOSED + " and ".join(each.removeprefix(EXPOSED) for each in found)
-
-
-def _parts(span: Span, degrees: Degrees) -> Iterable[tuple[int, str, int, int]]:
-    """Precedence, activity, begin and end of a span's parts."""
+def _parts(span: Span, degrees: Degrees) -> Iterable[Part]:
     action = span.action
     if action.kind is None:
         return
     if action.kind in MESSAGES:
         axes = axes_of(action, degrees)
-        yield 1, EXPOSED + axes, span.begun, span.ended
-        yield 3, BUBBLE if axes == NAMES["pp"] else WAITS + axes, span.ready, span.begun
+        yield Part(1, EXPOSED + axes, span.begun, span.ended)
+        yield Part(3, BUBBLE if axes == NAMES["pp"] else WAITS + axes, span.ready, span.begun)
     elif action.told.get("host"):
-        yield 2, COPIES, span.begun, span.ended
+        yield Part(2, COPIES, span.begun, span.ended)
     else:
-        yield 0, COMPUTES, span.begun, span.ended
+        yield Part(0, COMPUTES, span.begun, span.ended)
 
 
 def axes_of(action: RecordedAction, degrees: Degrees) -> str:
     """The names of the axes along which the ranks of a communicator differ."""
-    return _axes(tuple(action.told["npus"]), action.told.get("collective") == "all_to_all", degrees)
-
-
-@cache
-def _axes(npus: tuple[int, ...], exchanges: bool, degrees: Degrees) -> str:
-    found = [degrees.coordinates(npu) for npu in npus]
-
-    def along(view: Sequence[Axis]) -> list[Axis]:
-        return [axis for axis in view if len({each[axis] for each in found}) > 1]
-
-    dense, expert = along(DENSE), along(EXPERT)
-    if len(npus) == degrees.world_size and len(dense) > 1:
-        return "all ranks"
-    # Without ranks for experts the expert view only has other names for the ranks.
-    shards_experts = degrees.ep * degrees.etp > 1
-    axes = expert if (exchanges and "ep" in expert) or (shards_experts and len(expert) < len(dense)) else dense
-    return " x ".join(NAMES[axis] for axis in axes)
+    return axes_between(tuple(action.told["npus"]), action.told.get("collective") == "all_to_all", degrees)
 
 
 def busiest(spans: Iterable[Span], most: int) -> list[tuple[str, int, float]]:

@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ds_npu.cli.prediction.dry_run import StageReport
-from ds_npu.cli.prediction.figures import BUBBLE, EXPOSED, HOST, WAITS, Prediction, busiest
+from ds_npu.cli.prediction.figures import Prediction, busiest
 from ds_npu.cli.prediction.sensitivity import WORSE, Sensitivity
 from ds_npu.config.problems import printable
 from ds_npu.log import aligned
 from ds_npu.memory.memory_use import MemoryUse, use_table
+from ds_npu.step_time.intervals import BUBBLE, HOST
+from ds_npu.step_time.tables import SHOWN, activity_rows, communication_answers, flush_right
 from ds_npu.topology.degrees import DENSE, NAMES
 
 OPERATORS = 12
 """Rows of the table of operators."""
-SHOWN = 0.0005
-"""The smallest part of a step that has a row."""
 GIB = 2**30
 
 
@@ -60,10 +60,7 @@ def _answers(prediction: Prediction) -> Iterator[tuple[str, str]]:
     yield "MFU", f"{prediction.mfu:.1%} {peak} (attention over all keys counts, recomputation does not)"
     yield "HFU", f"{prediction.hfu:.1%} (what kernels compute: masked blocks of attention do not count)"
     shares = prediction.shares()
-    for title, prefix in (("exposed communication", EXPOSED), ("waits for late ranks", WAITS)):
-        found = {name.removeprefix(prefix): part for name, part in shares.items() if name.startswith(prefix)}
-        parts = ", ".join(f"{axes} {part:.1%}" for axes, part in found.items() if part >= SHOWN)
-        yield title, f"{sum(found.values()):.1%}" + (f": {parts}" if parts else "")
+    yield from communication_answers(shares)
     yield "bubble", f"{shares.get(BUBBLE, 0.0):.1%}"
     yield "waits for the host", f"{shares.get(HOST, 0.0):.1%}"
     copied = max(each.copied_to_host for each in reports)
@@ -82,14 +79,9 @@ def _answers(prediction: Prediction) -> Iterator[tuple[str, str]]:
 
 
 def _activities(prediction: Prediction) -> Iterator[str]:
-    shares = {name: part for name, part in prediction.shares().items() if part >= SHOWN}
-    stages = [stage.seconds() for stage in prediction.stages]
     yield "What NPUs do in a step, ms"
-    rows: list[tuple[str, ...]] = [("", *(f"rank {stage.report.rank}" for stage in prediction.stages), "of the step")]
-    for name, part in shares.items():
-        cells = (f"{1e3 * each.get(name, 0.0):,.1f}" for each in stages)
-        rows.append((name, *cells, f"{part:.1%}"))
-    yield from _right(rows)
+    ranks = [(f"rank {stage.report.rank}", stage.seconds()) for stage in prediction.stages]
+    yield from flush_right(list(activity_rows(ranks, prediction.shares())))
 
 
 def _memory(reports: Sequence[StageReport]) -> Iterator[str]:
@@ -105,7 +97,7 @@ def _memory(reports: Sequence[StageReport]) -> Iterator[str]:
         ("outside of the allocator: HCCL's buffers, the runtime", [each.outside for each in reports]),
     ):
         rows.append((name, *(f"{size / GIB:,.1f}" for size in sizes)))
-    yield from _right(rows)
+    yield from flush_right(rows)
 
 
 def _operators(prediction: Prediction) -> Iterator[str]:
@@ -113,7 +105,7 @@ def _operators(prediction: Prediction) -> Iterator[str]:
     rows = [("", "calls", "ms")]
     longest = busiest(prediction.spans, OPERATORS)
     rows += [(name, f"{calls:,}", f"{1e3 * seconds:,.1f}") for name, calls, seconds in longest]
-    yield from _right(rows)
+    yield from flush_right(rows)
 
 
 def _sensitivity(found: Sequence[Sensitivity]) -> Iterator[str]:
@@ -124,14 +116,6 @@ def _sensitivity(found: Sequence[Sensitivity]) -> Iterator[str]:
         yield f"  below {SHOWN:.2%}: {', '.join(each.name for each in found if each not in shown)}"
 
 
-def _right(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """A table whose first column is flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = "".join(f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
-        yield f"  {first:<{widths[0]}}{cells}"
-
-
 def comparison(names: tuple[str, str], both: tuple[Mapping[str, Any], Mapping[str, Any]]) -> Iterator[str]:
     """A table of the figures of two predictions; ``both`` are contents of files of ``--json``."""
     rows = [("", *names, "second / first")]
@@ -140,7 +124,7 @@ def comparison(names: tuple[str, str], both: tuple[Mapping[str, Any], Mapping[st
         one, other = first[name], second[name]
         ratio = f"{other / one:.3f}" if one else "-"
         rows.append((name.replace("_", " "), f"{one:,.4g}", f"{other:,.4g}", ratio))
-    yield from _right(rows)
+    yield from flush_right(rows)
     keys = ("model", "world_size", "sequence_length", "machine")
     for key in keys:
         if both[0][key] != both[1][key]:

@@ -17,6 +17,7 @@ from ds_npu.features.pipeline.stages import StageModules, cut_into_stages, stage
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model
 from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.pipeline.schedule import Schedule
 
 OF_MODULES = ("schedule", "recompute")
 """Keys that a PipelineModule follows, too."""
@@ -35,8 +36,15 @@ def _asked(section: PipelineSection, build: Build) -> str:
 def _parts(section: PipelineSection, build: Build) -> Iterable[Change]:
     if build.is_pipeline:
         _check_module(section, build)
+    if (ranks := build.topology.size("pp")) > 1:
+        build.schedule = partial(_schedule_of, section, ranks)
     if applies(build):
         yield build.same_random_numbers("pp", "pipeline")
+
+
+def _schedule_of(section: PipelineSection, ranks: int, samples: int) -> tuple[str, Schedule]:
+    layout = layout_of(section, ranks)
+    return layout.name, layout.make(min(section.micro_batches or samples, samples))
 
 
 def _check_module(section: PipelineSection, build: Build) -> None:

@@ -168,6 +168,7 @@ void Stream::perform(Task& task) {
   if (device_.failed() && !task.always) return;
   begun_ = std::max(end(), task.launched);
   duration_ = nanoseconds(task.account.seconds);
+  const Nanoseconds ready = begun_;
   const auto done = [&] {
     if (!tracing()) return;
     trace({.device = device_.index(),
@@ -179,7 +180,8 @@ void Stream::perform(Task& task) {
            .stack = task.stack,
            .dispatch = task.dispatch,
            .begun = begun_,
-           .ended = end()});
+           .ended = end(),
+           .ready = ready});
   };
   try {
     // Write the trace line before the waiting host goes on: the process may end right after.

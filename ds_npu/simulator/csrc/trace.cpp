@@ -18,15 +18,14 @@ namespace {
 
 [[noreturn]] void cannot(const char* what, const std::string& path) {
   throw Failure(ACL_ERROR_INTERNAL_ERROR,
-                "ds_npu sim --trace: cannot " + std::string(what) + " " + path + ": " + std::strerror(errno));
+                "a record of what streams do: cannot " + std::string(what) + " " + path + ": " + std::strerror(errno));
 }
 
 class File {
  public:
-  File() : path_(settings().trace + "/" + std::to_string(getpid()) + ".json") {
+  explicit File(std::string path) : path_(std::move(path)) {
     file_ = open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0644);
     if (file_ < 0) cannot("open", path_);
-    write("[\n");
   }
   ~File() { close(file_); }
   File(const File&) = delete;
@@ -90,11 +89,30 @@ std::string touches(const Account& account) {
   return all.empty() ? "" : ",\"touches\":[" + all + "]";
 }
 
+// The tensors of a task as `[access, type, sizes]`.
+std::string shapes(const Account& account) {
+  std::string all;
+  for (const auto& [tensor, access] : account.touches) {
+    std::string sizes;
+    for (const std::int64_t size : tensor.sizes()) sizes += (sizes.empty() ? "" : ",") + std::to_string(size);
+    all += (all.empty() ? "[" : ",[") + std::to_string(static_cast<int>(access)) + ",\"" +
+           c10::toString(tensor.scalar_type()) + "\",[" + sizes + "]]";
+  }
+  return ",\"shapes\":[" + all + "]";
+}
+
 std::atomic<bool> recording{true};
+
+std::atomic<const File*> profile{nullptr};
+
+bool traces() { return !settings().trace.empty() && recording.load(std::memory_order_relaxed); }
 
 }  // namespace
 
-bool tracing() { return !settings().trace.empty() && recording.load(std::memory_order_relaxed); }
+bool tracing() { return traces() || profile.load(std::memory_order_acquire) != nullptr; }
+
+// The file of an earlier profile stays open: a stream may still write its last line.
+void profile_to(const std::string& path) { profile.store(path.empty() ? nullptr : new File(path), std::memory_order_release); }
 
 // Whether tasks are written that the host puts on streams from now on. To be called while no stream has any.
 extern "C" __attribute__((visibility("default"))) void ds_npu_sim_record(int on) { recording = on != 0; }
@@ -106,13 +124,22 @@ std::string quoted(const std::string& text) {
 }
 
 void trace(const Span& span) {
-  static const auto* file = new File;
   const std::string told = ",\"dispatch\":\"" + std::string(name_of(span.dispatch)) + "\",\"detail\":" + quoted(span.detail);
-  const std::string raced = settings().races ? touches(span.account) + ",\"stack\":" + quoted(span.stack) : "";
-  file->write("{\"ph\":\"X\",\"pid\":" + std::to_string(span.device) + ",\"tid\":" + std::to_string(span.stream) +
-              ",\"ts\":" + microseconds(span.begun) + ",\"dur\":" + microseconds(span.ended - span.begun) +
-              ",\"name\":" + quoted(span.name) + ",\"args\":{\"place\":" + std::to_string(span.place) +
-              told + cost(span.account) + raced + "}},\n");
+  const std::string line =
+      "{\"ph\":\"X\",\"pid\":" + std::to_string(span.device) + ",\"tid\":" + std::to_string(span.stream) +
+      ",\"ts\":" + microseconds(span.begun) + ",\"dur\":" + microseconds(span.ended - span.begun) +
+      ",\"name\":" + quoted(span.name) + ",\"args\":{\"place\":" + std::to_string(span.place) + told + cost(span.account);
+  if (traces()) {
+    static const auto* file = [] {
+      const auto* made = new File(settings().trace + "/" + std::to_string(getpid()) + ".json");
+      made->write("[\n");
+      return made;
+    }();
+    const std::string raced = settings().races ? touches(span.account) + ",\"stack\":" + quoted(span.stack) : "";
+    file->write(line + raced + "}},\n");
+  }
+  if (const File* file = profile.load(std::memory_order_acquire)) 
+    file->write(line + ",\"ready\":" + microseconds(span.ready) + shapes(span.account) + "}},\n");
 }
 
 }  // namespace sim

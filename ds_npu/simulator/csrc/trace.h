@@ -1,6 +1,6 @@
 // `ds_npu sim --trace FOLDER`: what each stream did and when, in virtual time. Each process writes a file FOLDER/PID.json,
 // a line for each task once it is done and for each wait of the host, in Chrome's trace format; docs/simulator.md says what
-// is in a line.
+// is in a line. A profile of aclprof (acl/profiling.cpp) has the same lines, with the shapes of tensors.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,13 @@ struct Span {
   Dispatch dispatch;
   Nanoseconds begun;
   Nanoseconds ended;
+  Nanoseconds ready = 0;      // when the stream came to it: a collective then waits for other ranks
 };
 
 // Only while `tracing()`. Throws Failure when the file cannot be written.
 void trace(const Span& span);
+
+// From now on, lines go to the file of a profile too; "": no more. Throws Failure when it cannot be opened.
+void profile_to(const std::string& path);
 
 }  // namespace sim

@@ -76,14 +76,16 @@ CHANGES: dict[str, dict[str, object]] = {
     "gemma3n_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "laurel_rank": 4},
     "gemma4_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": LATENT | {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 2, "zero_expert_num": 1}
+    "longcat_flash": LATENT
+    | {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 2, "zero_expert_num": 1}
     | {"expert_ffn_hidden_size": 16},
     "reformer": {"is_decoder": True, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [8, 24]}
     | {"attention_head_size": 8, "attn_layers": ["local", "local"], "feed_forward_size": 48},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4, "attention_hidden_size": 64}
-    | {"attention_head_dim": 16, "n_mamba_heads": 2, "mamba_d_state": 8, "use_mamba_kernels": False},
-    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4, "mamba_d_state": 8}
-    | {"adapter_rank": 4, "use_mamba_kernels": False},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4}
+    | {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2, "mamba_d_state": 8}
+    | {"use_mamba_kernels": False},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4}
+    | {"mamba_d_state": 8, "adapter_rank": 4, "use_mamba_kernels": False},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "num_hidden_layers": 4},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "deepseek_v2": LATENT,

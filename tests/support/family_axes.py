@@ -1,4 +1,4 @@
-"""What each axis makes of each decoder on the list, as a user's config asks for it: ``deepspeed.initialize`` and a step.
+"""What each axis makes of each decoder on the list, as a config asks for it: ``deepspeed.initialize`` and a step.
 
     python tests/support/family_axes.py RESULTS.json [--axes tensor,context] [FAMILY ...]
 

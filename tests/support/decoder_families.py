@@ -54,6 +54,8 @@ SIZES = {
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "v_head_dim": 6}
 LATENT |= {"qk_rope_head_dim": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 INDEXED = LATENT | {"head_dim": 4, "index_topk": 5, "index_head_dim": 8, "index_n_heads": 2}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 SOURCE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "num_kv_shared_layers": 0}
@@ -88,8 +90,9 @@ CHANGES: dict[str, dict[str, object]] = {
     | {"mamba_d_state": 8, "adapter_rank": 4, "use_mamba_kernels": False},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "num_hidden_layers": 4},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "minicpm3", "youtu"), LATENT | {"head_dim": 4}),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), DELTA),
     "dots1": {"n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},

@@ -1,6 +1,6 @@
 """What each axis makes of each decoder on the list, as a config asks for it: ``deepspeed.initialize`` and a step.
 
-    python tests/support/family_axes.py RESULTS.json [--axes tensor,context] [FAMILY ...]
+    python tests/support/family_axes.py [--axes tensor,context] RESULTS.json [FAMILY ...]
 
 tries a tiny model of each family, in float64 on the CPU, against one process, and writes what it saw: ``yes``,
 ``refused: <the message>``, ``wrong: <what, by how much>``, ``error: <what was raised>`` or ``not built: <why>``.

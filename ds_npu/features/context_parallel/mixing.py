@@ -78,7 +78,9 @@ def is_exchangeable(module: nn.Module) -> bool:
     """Whether ``module`` is an attention of transformers that takes its function from the registry."""
     forward = inspect.unwrap(type(module).forward)
     takes = isinstance(forward, FunctionType) and INTERFACE in forward.__code__.co_names
-    return takes and "Attention" in type(module).__name__ and not kinds.own_shapes(module)
+    # Vectors, as sinks, are alike for all tokens.
+    has_vectors = all(len(shape) <= 1 for shape in kinds.own_shapes(module).values())
+    return takes and "Attention" in type(module).__name__ and has_vectors
 
 
 def _configured(inner: HuggingFaceModel) -> Iterator[str]:

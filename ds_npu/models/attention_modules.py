@@ -19,7 +19,7 @@ Linears = Mapping[Role, list[nn.Module]]
 """The linears (and norms) of one attention or MLP, by role; an empty list where there are none."""
 
 
-HEADS = ("num_heads", "num_attention_heads", "n_heads")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_VALUE_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_heads")
 """Attributes in which attentions keep their numbers of heads."""
 

@@ -19,6 +19,12 @@ IN_MLP: dict[str, Role] = {
     "c_proj": Role.DOWN,
     "fc2": Role.DOWN,
 }
+GATES_FIRST = {
+    "GraniteMoeHybridMLP": ("input_linear", "output_linear"),
+    "GraniteMoeSharedMLP": ("input_linear", "output_linear"),
+    "MiniMaxM3VLDenseMLP": ("gate_up_proj", "down_proj"),
+}
+"""MLPs of transformers with all gates before all ups in one linear: the names of this one and of the one back."""
 BY_STYLE = {"colwise": Role.COLUMN, "rowwise": Role.ROW}
 """Roles by the style of a linear in transformers' plan, where its name says nothing."""
 

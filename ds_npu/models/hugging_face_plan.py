@@ -6,6 +6,7 @@ do not tell the order inside of a fused weight, nothing is assumed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,8 +15,9 @@ from torch import nn
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention_modules import configured, over_all_heads
+from ds_npu.models.attributes import has_attribute
 from ds_npu.models.draft import Draft
-from ds_npu.models.feed_forward_roles import mlp_roles, pair_roles
+from ds_npu.models.feed_forward_roles import GATES_FIRST, IN_MLP, mlp_roles, pair_roles
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model, setting
 from ds_npu.models.tree import Tree
 from ds_npu.parallel.expert.weights import is_experts
@@ -183,14 +185,14 @@ class _Assignment:
         """Replicate what nothing else was said of, outside of attentions and MLPs: hidden states are whole there."""
         whole = (Role.ATTENTION, Role.MLP, Role.EXPERTS)
         regions = [name for name, reals in self.tree.reals.items() if self.draft.roles.get(reals[-1]) in whole]
-        for name, reals in self.tree.reals.items():
+        for name, reals in self.tree.reals.items() if regions else ():
             inside = names.is_inside(name, self.decoder) and not any(names.is_inside(name, each) for each in regions)
             known = any(each in self.draft.roles or each in self.draft.notes for each in reals)
             if name and inside and not known and kinds.own_shapes(self.tree.module(name)):
                 self.assign(name, Role.REPLICATED)
 
     def in_block(self, block: str) -> None:
-        direct = {name: self.tree.module(each) for name, each in self.tree.within(block).items()}
+        direct = {name: self.tree.module(each) for name, each in self.tree.within(block).items() if name in IN_MLP}
         pair = pair_roles({name: each for name, each in direct.items() if kinds.is_linear(each)}, self.hidden)
         of_pair = {Role.UP: Role.COLUMN, Role.GATE: Role.COLUMN, Role.DOWN: Role.ROW}
         for attribute, name in self.tree.within(block).items():
@@ -244,15 +246,25 @@ class _Assignment:
                 elif each not in experts:
                     self.in_feed_forward(each)
         elif linears := self.mlp_roles(name):
-            self.assign(name, Role.MLP)
-            for attribute, role in linears.items():
-                self.linear(inner[attribute], role)
-            for attribute, each in inner.items():
-                if attribute not in linears:
-                    self.beside_linears(each)
+            self.in_mlp(name, linears)
+
+    def in_mlp(self, name: str, linears: Mapping[str, Role]) -> None:
+        inner = self.tree.within(name)
+        norms = (self.tree.module(each) for each in inner.values() if kinds.is_norm(self.tree.module(each)))
+        if any(self.hidden in shape for norm in norms for shape in kinds.own_shapes(norm).values()):
+            return  # A norm of hidden states stands behind its output (Gemma 3n): it is replicated as a whole.
+        self.assign(name, Role.MLP)
+        for attribute, role in linears.items():
+            self.linear(inner[attribute], role)
+        for attribute, each in inner.items():
+            if attribute not in linears:
+                self.beside_linears(each)
 
     def mlp_roles(self, mlp: str) -> dict[str, Role]:
         inner = self.tree.within(mlp)
+        fused = GATES_FIRST.get(type(self.tree.module(mlp)).__name__)
+        if fused is not None:
+            return dict(zip(fused, (Role.GATE_UP, Role.DOWN), strict=True))
         styles = {attribute: self.style(name) for attribute, name in inner.items()}
         return mlp_roles({attribute: self.tree.module(name) for attribute, name in inner.items()}, styles, self.hidden)
 
@@ -272,8 +284,10 @@ class _Assignment:
     def experts(self, name: str) -> None:
         # A packed gate_up_proj has all gates before all ups.
         styles = self.style(f"{name}.gate_up_proj"), self.style(f"{name}.down_proj")
-        # Transposed experts have an axis of their own, or are refused.
-        if styles == ("packed_colwise", "rowwise") or kinds.is_transposed(self.tree.module(name)):
+        # transformers' experts say themselves how they are stored.
+        module = self.tree.module(name)
+        known = has_attribute(module, "is_transposed") or kinds.is_transposed(module)
+        if styles == ("packed_colwise", "rowwise") or known:
             self.assign(name, Role.EXPERTS)
         else:
             self.refuse(name, f"{ORDER_UNKNOWN}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")
@@ -282,7 +296,7 @@ class _Assignment:
         style = self.style(name)
         # All of transformers' models with Conv1D (the first GPTs) have queries, then keys, then values in one.
         known = style is not None or kinds.output_dim(self.tree.module(name)) == 1
-        known = known or type(self.tree.module(names.parent(name))).__name__ in FUSED_ORDERS
+        known = known or type(self.tree.module(names.parent(name))).__name__ in {*FUSED_ORDERS, *GATES_FIRST}
         if role in (Role.QUERY_KEY_VALUE, Role.GATE_UP) and not known:
             self.refuse(name, f"{ORDER_UNKNOWN}; {role} means {ORDER[role]}")
         elif style in STYLES and role not in STYLES[style] and role not in (Role.COLUMN, Role.ROW):

@@ -112,7 +112,8 @@ def misfit(role: Role, module: nn.Module) -> str | None:
         return None if right else f"{role} is for an embedding, a single table of two dims"
     if role is Role.EXPERTS:
         why = f"{role} is for a module whose parameters have three dims, the first the experts, or with a list of them"
-        return None if dims == {3} or (not dims and holds_list(module)) else why
+        # Biases have two.
+        return None if (3 in dims and dims <= {2, 3}) or (not dims and holds_list(module)) else why
     if role in (Role.LORA_A, Role.LORA_B):
         # PEFT's lora_bias gives the second factor one.
         right = 2 in dims and dims <= {1, 2}

@@ -59,6 +59,10 @@ DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
 INDEXED = LATENT | {"head_dim": 4, "index_topk": 5, "index_head_dim": 8, "index_n_heads": 2}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 SOURCE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "num_kv_shared_layers": 0}
+SHORT = {"sliding_window": 6, "attention_chunk_size": 5}
+"""Sizes that are shorter than the sequences of the tests, where a family has them."""
+UNIFORM = {"recurrent_gemma"}
+"""Families whose layers cannot be listed in this way."""
 CHANGES: dict[str, dict[str, object]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
@@ -77,6 +81,8 @@ CHANGES: dict[str, dict[str, object]] = {
     "glm_moe_dsa": INDEXED,
     "gemma3n_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "laurel_rank": 4},
     "gemma4_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp_text": DELTA | {"layer_types": ["linear_attention", "linear_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": LATENT
     | {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 2, "zero_expert_num": 1}
@@ -92,7 +98,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "minicpm3", "youtu"), LATENT | {"head_dim": 4}),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), DELTA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
     "dots1": {"n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
@@ -110,11 +116,23 @@ def config_of(kind: str) -> Any:
     config_class = class_of(kind).config_class
     known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    config = config_class(**sizes | CHANGES.get(kind, {}), experts_implementation="eager")
+    changes = CHANGES.get(kind) or every_kind_of_layer(config_class, kind)
+    config = config_class(**sizes | changes, experts_implementation="eager")
     for each in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
         dropped = [key for key, value in vars(each).items() if "drop" in key and isinstance(value, float)]
         vars(each).update(dict.fromkeys(dropped, 0.0))
     return config
+
+
+def every_kind_of_layer(config_class: Any, kind: str) -> dict[str, object]:
+    """Changes with which a tiny model has a layer of each kind that the published one has, and short windows."""
+    usual = config_class()
+    windows = {name: size for name, size in SHORT.items() if isinstance(getattr(usual, name, None), int)}
+    if kind in UNIFORM:
+        return windows
+    found = list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
+    count = max(SIZES["num_hidden_layers"], len(found))
+    return windows | ({"layer_types": found, "num_hidden_layers": count} if len(found) > 1 else {})
 
 
 def class_of(kind: str) -> Any:

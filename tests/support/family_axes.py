@@ -160,8 +160,14 @@ def unsharded(model: nn.Module) -> set[str]:
     for stack in (each for each in decoder.modules() if isinstance(each, nn.ModuleList)):
         for block in stack:
             for name, part in block.named_children():
-                matrices = [each for each in part.parameters() if each.dim() > 1]
-                if matrices and not any("tp" in placement_of(each).sharded for each in matrices):
+                # A few columns of a linear that stands in the block itself (Gemma 4) are no attention and no MLP.
+                matrices = [] if type(part) is nn.Linear else [each for each in part.parameters() if each.dim() > 1]
+                # A few columns of a linear that stands in the block itself (Gemma 4) are no attention and no MLP.
+                if (
+                    type(part) is not nn.Linear
+                    and matrices
+                    and not any("tp" in placement_of(each).sharded for each in matrices)
+                ):
                     left.add(names.generic(f"{name} ({type(part).__name__})"))
         break
     return left
@@ -169,7 +175,7 @@ def unsharded(model: nn.Module) -> set[str]:
 
 def told(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:500]
+    return " ".join(text.split())[:1200]
 
 
 def refused(error: Exception, when: str) -> str:

@@ -280,16 +280,6 @@ def refused(model):
     ("make", "problems"),
     [
         pytest.param(
-            # Gates and ups by turns, a learned number for each head.
-            lambda: made("GptOssForCausalLM", **GROUPED, head_dim=8, num_local_experts=4),
-            [
-                "model.layers.{0..1}.mlp.experts (GptOssExperts, gate_up_proj [4, 32, 96], gate_up_proj_bias [4, 96], "
-                "down_proj [4, 48, 32], down_proj_bias [4, 32]): its weight holds several parts, whose order is not "
-                f"known; experts means {ORDER[Role.EXPERTS]}",
-            ],
-            id="gpt_oss",
-        ),
-        pytest.param(
             lambda: gpt2(add_cross_attention=True),
             [
                 "transformer.h.{0..1}.crossattention.q_attn (Conv1D, weight [32, 32], bias [32]): "

@@ -22,6 +22,8 @@ WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """transformers' registry, from which an attention whose function can be exchanged takes its function."""
+SINKS = "sinks"
+"""The parameter of an attention that it passes to the function from the registry."""
 NOISE = "neftune_noise_alpha"
 """The attribute of an embedding that transformers' NEFTune adds noise to (integrations/neftune.py)."""
 MAY_MIX = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
@@ -78,9 +80,7 @@ def is_exchangeable(module: nn.Module) -> bool:
     """Whether ``module`` is an attention of transformers that takes its function from the registry."""
     forward = inspect.unwrap(type(module).forward)
     takes = isinstance(forward, FunctionType) and INTERFACE in forward.__code__.co_names
-    # Vectors, as sinks, are alike for all tokens.
-    has_vectors = all(len(shape) <= 1 for shape in kinds.own_shapes(module).values())
-    return takes and "Attention" in type(module).__name__ and has_vectors
+    return takes and "Attention" in type(module).__name__ and kinds.own_shapes(module).keys() <= {SINKS}
 
 
 def _configured(inner: HuggingFaceModel) -> Iterator[str]:

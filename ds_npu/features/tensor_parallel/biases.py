@@ -1,8 +1,9 @@
-"""Biases of attention's scores that differ between heads (ALiBi): each tensor rank takes those of its heads."""
+"""Numbers for each head beside attention's linears (ALiBi, sinks): each tensor rank has those of its heads."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,3 +41,22 @@ def take_own_biases(attention: nn.Module, heads: int, own: range) -> None:
         return forward(*bound.args, **bound.kwargs)
 
     wrap_forward(attention, with_own, Level.REGION)
+
+
+def use_own_numbers(attention: nn.Module, names: Sequence[str]) -> None:
+    """Make the forward of ``attention`` find its shards of the parameters ``names`` as plain tensors.
+
+    Its code computes with them, which the guard of a sharded parameter refuses.
+    """
+
+    def with_shards(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        # An attribute of the instance is found before its parameters.
+        shards = {name: attention.get_parameter(name) for name in names}
+        vars(attention).update({name: each.view_as(each) for name, each in shards.items()})
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for name in names:
+                del vars(attention)[name]
+
+    wrap_forward(attention, with_shards, Level.REGION)

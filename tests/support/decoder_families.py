@@ -117,11 +117,21 @@ def config_of(kind: str) -> Any:
     known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
     sizes = {key: value for key, value in SIZES.items() if key in known}
     changes = CHANGES.get(kind) or every_kind_of_layer(config_class, kind)
-    config = config_class(**sizes | changes, experts_implementation="eager")
+    config = config_class(**sizes | of_all_layers(changes), experts_implementation="eager")
     for each in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
         dropped = [key for key, value in vars(each).items() if "drop" in key and isinstance(value, float)]
         vars(each).update(dict.fromkeys(dropped, 0.0))
     return config
+
+
+def of_all_layers(changes: dict[str, Any]) -> dict[str, Any]:
+    """``changes`` whose lists of kinds of layers are as long as the model has layers."""
+    lists = {name: kinds for name, kinds in changes.items() if name in ("layer_types", "layers_block_type")}
+    if not lists:
+        return changes
+    count = max(SIZES["num_hidden_layers"], *map(len, lists.values()))
+    whole = {name: [kinds[index % len(kinds)] for index in range(count)] for name, kinds in lists.items()}
+    return changes | whole | {"num_hidden_layers": count}
 
 
 def every_kind_of_layer(config_class: Any, kind: str) -> dict[str, object]:
@@ -131,8 +141,7 @@ def every_kind_of_layer(config_class: Any, kind: str) -> dict[str, object]:
     if kind in UNIFORM:
         return windows
     found = list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
-    count = max(SIZES["num_hidden_layers"], len(found))
-    return windows | ({"layer_types": found, "num_hidden_layers": count} if len(found) > 1 else {})
+    return windows | ({"layer_types": found} if len(found) > 1 else {})
 
 
 def class_of(kind: str) -> Any:

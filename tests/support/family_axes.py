@@ -228,14 +228,14 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--axes", default=",".join(AXES))
+    parser.add_argument("--commit", help="its name, where this is no checkout")
     options = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     results = json.loads(options.results.read_text()) if options.results.exists() else {"outcomes": {}}
-    results["commit"] = commit.stdout.strip() or results.get("commit", "")
     for kind in options.families or decoders():
         begun = time.perf_counter()
         found = tried(kind, options.axes.split(","))
-        results["outcomes"].setdefault(kind, {}).update(found)
+        results["outcomes"].setdefault(kind, {}).update(found | {"commit": options.commit or commit.stdout.strip()})
         options.results.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{kind} ({time.perf_counter() - begun:.0f} s)", *(f"\n  {k}: {v}" for k, v in found.items()), flush=True)
 

@@ -57,11 +57,12 @@ def table() -> str:
     """The page's lines between the marks."""
     found = json.loads(OUTCOMES.read_text())
     outcomes: dict[str, dict[str, str]] = found["outcomes"]
+    commits = ", ".join(sorted({each["commit"] for each in outcomes.values()}))
     classes, total = decoders(), len(decoders())
     numbers = ", ".join(f"{axis} {count} ({100 * count / total:.0f} %)" for axis, count in counts(outcomes).items())
     release = json.loads(LIST.read_text())["transformers"]
     lines = [
-        f"Tried at commit {found['commit']} with transformers {release}, of {total} decoders: {numbers}.",
+        f"Tried at commit {commits} with transformers {release}, of {total} decoders: {numbers}.",
         "",
         f"| family | class | {' | '.join(AXES)} |",
         f"|---|---|{'---|' * len(AXES)}",

@@ -35,6 +35,8 @@ class Role(str, Enum):
     """The up projection from a latent to keys (without rotary part) and values, by heads, in the order of ORDER."""
     HEAD_NORM = "head_norm"
     """A norm inside of attention, over one head or over a latent; not sharded."""
+    INDEXER = "indexer"
+    """Anything in an attention that chooses keys for all heads, without a gradient; not sharded."""
     SHARDED_NORM = "sharded_norm"
     """An RMS norm over all heads of an attention, or over all columns of an MLP: sharded as these, its mean is not."""
     POINTWISE = "pointwise"
@@ -95,6 +97,7 @@ PARENT: dict[Role, tuple[Role, ...]] = {
     Role.LATENT_QUERY: (Role.ATTENTION,),
     Role.LATENT_KEY_VALUE: (Role.ATTENTION,),
     Role.HEAD_NORM: (Role.ATTENTION,),
+    Role.INDEXER: (Role.ATTENTION,),
     Role.SHARDED_NORM: (Role.ATTENTION, Role.MLP),
     Role.POINTWISE: (Role.MLP,),
     Role.GATE: (Role.MLP,),

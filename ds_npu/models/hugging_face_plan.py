@@ -98,8 +98,8 @@ class _Assignment:
         """The plain name of the language part."""
         stated = self.tree.find(self.root.get_decoder())
         # Llama4ForCausalLM returns itself, and ModernBertDecoderForCausalLM its head: the names are not what they say.
-        root = self.tree.find(self.root)
-        inner = [name for name in self.tree.within(root).values() if self.stacks_in(name)]
+        around = (stated, self.tree.find(self.root))
+        inner = [name for each in around for name in self.tree.within(each).values() if self.stacks_in(name)]
         return inner[0] if not self.stacks_in(stated) and len(inner) == 1 else stated
 
     def stacks_in(self, name: str) -> list[str]:
@@ -220,6 +220,10 @@ class _Assignment:
                 self.assign(name, Role.SHARDED_NORM if whole and not is_latent else Role.HEAD_NORM)
             elif self.is_rotary(name):
                 self.assign(name, Role.ROTARY)
+            elif "Indexer" in type(self.tree.module(name)).__name__:
+                for each in self.tree.reals:
+                    if names.is_inside(each, name) and kinds.own_shapes(self.tree.module(each)):
+                        self.assign(each, Role.INDEXER)
             elif attribute in IN_ATTENTION:
                 self.linear(name, self.in_order(attention, IN_ATTENTION[attribute]))
 

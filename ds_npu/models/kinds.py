@@ -16,6 +16,10 @@ SPARSE_CLASSES = re.compile("M[oO][eE]|Expert|Router|Gate$")
 """Parts of the class names of transformers' MLPs, and of modules that send tokens to experts or hold them."""
 OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 """Activations of torch that may run over the sequence dim."""
+ON_TOKENS = {
+    *("DbrxNormAttentionNorm", "Gemma3nTextAltUp", "Gemma3nTextLaurelBlock", "JetMoeParallelExperts", "MoshiLinear"),
+}
+"""Classes of transformers of other names and shapes that compute each token from that token, but in attentions."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
 LORA = ("peft.tuners.lora.", "peft.tuners._buffer_dict", "peft.utils.other")
 
@@ -73,6 +77,8 @@ def works_on_tokens(module: nn.Module) -> bool:
         return True
     if origin in ("torch.nn.modules.activation", "transformers.activations"):
         return not isinstance(module, OVER_A_DIM)
+    if origin.startswith("transformers.models.") and name in ON_TOKENS:
+        return True
     if is_norm(module) or DENSE_CLASSES.search(name):
         return dims <= {1}
     if is_sparse(module) and (dims <= {1, 2} or is_experts(module)):
@@ -96,7 +102,7 @@ def misfit(role: Role, module: nn.Module) -> str | None:
     """Why ``module`` cannot have ``role``; None where it can."""
     shapes = own_shapes(module).values()
     dims = {len(shape) for shape in shapes}
-    if role in (Role.REPLICATED, Role.ROTARY):
+    if role in (Role.REPLICATED, Role.ROTARY, Role.INDEXER):
         return None
     if role in (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE):
         if dims - {0, 1}:

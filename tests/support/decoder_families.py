@@ -81,6 +81,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "glm_moe_dsa": INDEXED,
     "gemma3n_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "laurel_rank": 4},
     "gemma4_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+    "bailing_hybrid": LATENT | {"head_dim": 4, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "qwen4_exp_text": DELTA | {"layer_types": ["linear_attention", "linear_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

@@ -66,8 +66,8 @@ NEOX = {
     "attention.query_key_value": "query_key_value_by_group",
     "attention.dense": "attention_output",
     "mlp": "mlp",
-    "mlp.dense_h_to_4h": "up",
-    "mlp.dense_4h_to_h": "down",
+    "mlp.dense_h_to_4h": "column",
+    "mlp.dense_4h_to_h": "row",
     **NORMS,
 }
 OPT = {
@@ -386,9 +386,9 @@ outputs, not 40
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"model.layers.*.mlp.extra": "<role>"}}
 Roles: block, attention, query, key, value, query_key_value, query_key_value_by_group, attention_gate, \
-attention_output, latent, latent_query, latent_key_value, head_norm, sharded_norm, pointwise, mlp, gate, up, gate_up, \
-down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, row, replicated, \
-lora_a, lora_b
+attention_output, latent, latent_query, latent_key_value, head_norm, indexer, sharded_norm, pointwise, mlp, gate, up, \
+gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, row, \
+replicated, lora_a, lora_b
 Of a weight that holds several parts, the role says the order:
   query_key_value: all heads' queries, then all keys, then all values along its output; not head by head, as in \
 GPT-NeoX, BLOOM and Falcon

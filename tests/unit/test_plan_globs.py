@@ -15,9 +15,9 @@ from ds_npu.models.plan import AttentionShape, PlanError
 
 ROLES = (
     "block, attention, query, key, value, query_key_value, query_key_value_by_group, attention_gate, "
-    "attention_output, latent, latent_query, latent_key_value, head_norm, sharded_norm, pointwise, mlp, gate, up, "
-    "gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, row, "
-    "replicated, lora_a, lora_b"
+    "attention_output, latent, latent_query, latent_key_value, head_norm, indexer, sharded_norm, pointwise, mlp, gate, "
+    "up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, "
+    "row, replicated, lora_a, lora_b"
 )
 
 
@@ -369,11 +369,11 @@ def experts():
 
 
 KINDS = {
-    "linear": (lambda: nn.Linear(8, 8), "query head column row router replicated rotary"),
-    "embedding": (lambda: nn.Embedding(8, 8), "embedding position_embedding replicated rotary"),
-    "norm": (lambda: nn.LayerNorm(8), "norm final_norm head_norm sharded_norm pointwise replicated rotary"),
-    "experts": (experts, "experts replicated rotary"),
-    "convolution": (lambda: nn.Conv2d(3, 8, 2), "replicated rotary"),
+    "linear": (lambda: nn.Linear(8, 8), "query head column row router replicated rotary indexer"),
+    "embedding": (lambda: nn.Embedding(8, 8), "embedding position_embedding replicated rotary indexer"),
+    "norm": (lambda: nn.LayerNorm(8), "norm final_norm head_norm sharded_norm pointwise replicated rotary indexer"),
+    "experts": (experts, "experts replicated rotary indexer"),
+    "convolution": (lambda: nn.Conv2d(3, 8, 2), "replicated rotary indexer"),
     "container": (lambda: nn.Sequential(nn.ReLU()), "block attention mlp moe replicated rotary"),
 }
 

@@ -289,7 +289,8 @@ class _ModelSharder:
         local = local_heads(shape, self.axis.size)[self.axis.rank]
         heads, kv_heads = len(local.queries), len(local.key_values)
         counts = dict.fromkeys(HEADS, heads) | dict.fromkeys(KEY_VALUE_HEADS, kv_heads)
-        counts |= dict.fromkeys(OF_ALL_HEADS, heads * shape.head_dim) | {"kv_dim": kv_heads * shape.head_dim}
+        of_all = (*OF_ALL_HEADS, "hidden_size") if type(module).__name__ == "DbrxAttention" else OF_ALL_HEADS
+        counts |= dict.fromkeys(of_all, heads * shape.head_dim) | {"kv_dim": kv_heads * shape.head_dim}
         for key, count in (counts | {"num_key_value_groups": heads // kv_heads}).items():
             if attribute(module, key, int) not in (None, count):
                 yield Change("sets", name, key, partial(set_attribute, module, key, count))

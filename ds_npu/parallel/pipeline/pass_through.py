@@ -89,7 +89,15 @@ def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
 
 
 RETURN_TUPLES = {
-    *("BambaDecoderLayer", "BloomBlock", "CodeGenBlock", "FalconDecoderLayer", "GPTJBlock", "GPTNeoBlock"),
+    *(
+        "BambaDecoderLayer",
+        "BloomBlock",
+        "CodeGenBlock",
+        "FalconDecoderLayer",
+        "FalconH1DecoderLayer",
+        "GPTJBlock",
+        "GPTNeoBlock",
+    ),
     *("GPTNeoXJapaneseLayer", "MptBlock"),
 }
 """Classes of transformers' blocks that return hidden states and attention weights; their models use the first only."""

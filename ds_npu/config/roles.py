@@ -21,6 +21,10 @@ class Role(str, Enum):
     """Linears whose outputs are heads, sharded by heads."""
     QUERY_KEY_VALUE = "query_key_value"
     """One linear for all three, in the order that ORDER tells."""
+    QUERY_KEY_VALUE_BY_GROUP = "query_key_value_by_group"
+    """One linear for all three, one head of keys after another, each with the queries that share it."""
+    ATTENTION_GATE = "attention_gate"
+    """A linear with outputs for each query head (one, or as many as the head has values), sharded by heads."""
     ATTENTION_OUTPUT = "attention_output"
     """The linear over all heads' results, sharded by heads along its input."""
     LATENT = "latent"
@@ -31,6 +35,12 @@ class Role(str, Enum):
     """The up projection from a latent to keys (without rotary part) and values, by heads, in the order of ORDER."""
     HEAD_NORM = "head_norm"
     """A norm inside of attention, over one head or over a latent; not sharded."""
+    INDEXER = "indexer"
+    """Anything in an attention that chooses keys for all heads, without a gradient; not sharded."""
+    SHARDED_NORM = "sharded_norm"
+    """An RMS norm over all heads of an attention, or over all columns of an MLP: sharded as these, its mean is not."""
+    POINTWISE = "pointwise"
+    """Anything in an MLP that does the same to each column (a trained activation); not sharded."""
     MLP = "mlp"
     """Holds a dense MLP; also one of shared experts."""
     GATE = "gate"
@@ -75,24 +85,29 @@ class Role(str, Enum):
 STRUCTURAL = (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE, Role.ROTARY)
 """Roles of modules that hold other modules, or nothing that is trained."""
 
-PARENT: dict[Role, Role] = {
-    Role.QUERY: Role.ATTENTION,
-    Role.KEY: Role.ATTENTION,
-    Role.VALUE: Role.ATTENTION,
-    Role.QUERY_KEY_VALUE: Role.ATTENTION,
-    Role.ATTENTION_OUTPUT: Role.ATTENTION,
-    Role.LATENT: Role.ATTENTION,
-    Role.LATENT_QUERY: Role.ATTENTION,
-    Role.LATENT_KEY_VALUE: Role.ATTENTION,
-    Role.HEAD_NORM: Role.ATTENTION,
-    Role.GATE: Role.MLP,
-    Role.UP: Role.MLP,
-    Role.GATE_UP: Role.MLP,
-    Role.DOWN: Role.MLP,
-    Role.ROUTER: Role.MOE,
-    Role.EXPERTS: Role.MOE,
+PARENT: dict[Role, tuple[Role, ...]] = {
+    Role.QUERY: (Role.ATTENTION,),
+    Role.KEY: (Role.ATTENTION,),
+    Role.VALUE: (Role.ATTENTION,),
+    Role.QUERY_KEY_VALUE: (Role.ATTENTION,),
+    Role.QUERY_KEY_VALUE_BY_GROUP: (Role.ATTENTION,),
+    Role.ATTENTION_GATE: (Role.ATTENTION,),
+    Role.ATTENTION_OUTPUT: (Role.ATTENTION,),
+    Role.LATENT: (Role.ATTENTION,),
+    Role.LATENT_QUERY: (Role.ATTENTION,),
+    Role.LATENT_KEY_VALUE: (Role.ATTENTION,),
+    Role.HEAD_NORM: (Role.ATTENTION,),
+    Role.INDEXER: (Role.ATTENTION,),
+    Role.SHARDED_NORM: (Role.ATTENTION, Role.MLP),
+    Role.POINTWISE: (Role.MLP,),
+    Role.GATE: (Role.MLP,),
+    Role.UP: (Role.MLP,),
+    Role.GATE_UP: (Role.MLP,),
+    Role.DOWN: (Role.MLP,),
+    Role.ROUTER: (Role.MOE,),
+    Role.EXPERTS: (Role.MOE,),
 }
-"""Role of the module that must hold a module of each role."""
+"""Roles of the module that must hold a module of each role: one of them."""
 
 HEADS = "one head after another"
 ORDER: dict[Role, str] = {
@@ -103,6 +118,11 @@ ORDER: dict[Role, str] = {
         "all heads' queries, then all keys, then all values along its output; not head by head, as in GPT-NeoX, BLOOM "
         "and Falcon"
     ),
+    Role.QUERY_KEY_VALUE_BY_GROUP: (
+        "along its output, for each head of keys the queries that share it, then the key, then the value; head by head "
+        "where each has its own"
+    ),
+    Role.ATTENTION_GATE: HEADS,
     Role.LATENT_QUERY: HEADS,
     Role.LATENT_KEY_VALUE: "head by head along its output, each head's keys, then its values",
     Role.ATTENTION_OUTPUT: f"along its input, {HEADS}",
@@ -113,7 +133,7 @@ ORDER: dict[Role, str] = {
     ),
 }
 """Order of the parts in a weight of each role, which its shape does not tell."""
-FUSED = (Role.QUERY_KEY_VALUE, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS)
+FUSED = (Role.QUERY_KEY_VALUE, Role.QUERY_KEY_VALUE_BY_GROUP, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS)
 ORDERS = "\n".join(
     [
         "Of a weight that holds several parts, the role says the order:",

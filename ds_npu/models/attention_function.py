@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,19 +17,15 @@ from ds_npu.models.hugging_face_model import (
     config_of,
     is_hugging_face,
     is_pretrained_config,
-    settings,
     transformers_module,
 )
-from ds_npu.ops.attention import CAUSAL, FULL, Mask, Options, attention, sliding
+from ds_npu.ops.attention import CAUSAL, FULL, Layout, Mask, Options, attention, sliding
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
 NAME = "ds_npu"
 """The implementation's name in transformers' registries and in ``config._attn_implementation``."""
 
 REFUSED_ARGUMENTS = {
-    "softcap": "a soft cap of the scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a bias of the scores",
     "indices": "sparse attention to chosen keys",
     "block_indices": "sparse attention to chosen blocks",
@@ -99,14 +95,6 @@ def check_interface(model: nn.Module) -> None:
 def check_exchangeable(model: nn.Module) -> None:
     """Raise TypeError and ValueError as ``use_attention`` does."""
     check_interface(model)
-    for each in filter(is_hugging_face, model.modules()):
-        if settings(each.config).get("attn_logit_softcapping") is not None:
-            raise ValueError(
-                f"{type(each).__name__} has attn_logit_softcapping, {REFUSED_ARGUMENTS['softcap']}: {_ADVICE}"
-            )
-    for parameter, _ in model.named_parameters():
-        if parameter.endswith(".sinks"):
-            raise ValueError(f"{type(model).__name__} has {parameter}, attention sinks: {_ADVICE}")
 
 
 _ADVICE = 'which ds_npu\'s attention cannot do; leave it with attn_implementation="eager", and sequences whole'
@@ -130,17 +118,16 @@ def attention_function(
     refuse_unknown(module, arguments)
     query, key, value = in_autocast_dtype(query, key, value)
     mask = _mask_of(module, query, key, attention_mask, arguments)
-    dropout_p, scale = arguments.get("dropout") or 0.0, arguments.get("scaling")
     # No copy: projections write [B, S, N, D].
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(mask, Mask):
-        return attention(q, k, v, Options("BSND", mask, scale, dropout_p))[0], None
+        return attention(q, k, v, options_of(arguments, "BSND", mask))[0], None
     q_TND, k_TND, v_TND = (x.flatten(0, 1) for x in (q, k, v))
     if mask.rows is not None:
         q_TND = q_TND.index_select(0, mask.rows)
     if mask.keys is not None:
         k_TND, v_TND = (x.index_select(0, mask.keys) for x in (k_TND, v_TND))
-    out, _ = attention(q_TND, k_TND, v_TND, Options("TND", mask.mask, scale, dropout_p))
+    out, _ = attention(q_TND, k_TND, v_TND, options_of(arguments, "TND", mask.mask))
     if mask.rows is not None:
         out = out.new_zeros(q.shape[0] * q.shape[1], *out.shape[1:]).index_copy(0, mask.rows, out)
     return out.view(*q.shape[:2], *out.shape[1:]), None
@@ -153,6 +140,13 @@ def refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
             raise ValueError(f"{type(module).__name__} asks for {name}, {meaning}, {_ADVICE}")
     if arguments.get("output_attentions"):
         raise ValueError(f"{type(module).__name__} asks for output_attentions: its weights are never there, {_ADVICE}")
+
+
+def options_of(arguments: Mapping[str, Any], layout: Layout, mask: Mask) -> Options:
+    """The options of a call with the ``arguments`` of transformers' interface, which has two names for sinks."""
+    sinks = next((arguments[name] for name in ("s_aux", "sinks") if arguments.get(name) is not None), None)
+    dropout_p, softcap = arguments.get("dropout") or 0.0, arguments.get("softcap")
+    return Options(layout, mask, arguments.get("scaling"), dropout_p, softcap=softcap, sinks=sinks)
 
 
 def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -19,6 +19,11 @@ Linears = Mapping[Role, list[nn.Module]]
 """The linears (and norms) of one attention or MLP, by role; an empty list where there are none."""
 
 
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+KEY_VALUE_HEADS = ("num_kv_heads", "num_key_value_heads", "kv_heads")
+"""Attributes in which attentions keep their numbers of heads."""
+
+
 def configured(attention: nn.Module, config: HuggingFaceConfig) -> AttentionShape | None:
     """The heads of a Hugging Face attention: their number from ``config``, their width from its own attributes.
 
@@ -27,14 +32,18 @@ def configured(attention: nn.Module, config: HuggingFaceConfig) -> AttentionShap
     heads = setting(config, "num_attention_heads", int)
     if heads is None:
         return None
-    kv_heads = setting(config, "num_key_value_heads", int) or heads
     own = attributes(attention, int)
+    heads = next((own[name] for name in HEADS if own.get(name)), heads)
+    groups = own.get("num_key_value_groups")
+    # Layers of one model may differ, so that a module's own numbers come first.
+    kv_heads = next((own[name] for name in KEY_VALUE_HEADS if own.get(name)), None)
+    kv_heads = kv_heads or (heads // groups if groups else setting(config, "num_key_value_heads", int) or heads)
     if own.get("kv_lora_rank"):
         nope, rope, value = (own[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         return AttentionShape(heads, heads, nope + rope, value, nope)
     hidden = setting(config, "hidden_size", int) or 0
     width = own.get("head_dim") or setting(config, "head_dim", int) or hidden // heads
-    return AttentionShape(heads, kv_heads, width, width)
+    return AttentionShape(heads, kv_heads, width, own.get("v_head_dim") or width)
 
 
 def counted(attention: nn.Module, linears: Linears) -> AttentionShape | None:
@@ -60,21 +69,30 @@ def counted(attention: nn.Module, linears: Linears) -> AttentionShape | None:
 
 def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
     """Yield each linear or norm of an attention whose size contradicts ``shape``, and why."""
+    fused = shape.heads * shape.head_dim + shape.kv_heads * (shape.head_dim + shape.value_dim)
     outputs = {
-        Role.QUERY: shape.heads * shape.head_dim,
         Role.KEY: shape.kv_heads * shape.head_dim,
         Role.VALUE: shape.kv_heads * shape.value_dim,
-        Role.QUERY_KEY_VALUE: shape.heads * shape.head_dim + shape.kv_heads * (shape.head_dim + shape.value_dim),
+        Role.QUERY_KEY_VALUE: fused,
+        Role.QUERY_KEY_VALUE_BY_GROUP: fused,
         Role.LATENT_QUERY: shape.heads * shape.head_dim,
         Role.LATENT_KEY_VALUE: shape.heads * (shape.latent_key_dim + shape.value_dim),
     }
     for role, expected in outputs.items():
         yield from _other_outputs(linears[role], expected, f"the {role} of {shape}")
+    # A query may have a gate beside each head (Qwen3-Next).
+    for linear in linears[Role.QUERY]:
+        if kinds.sizes(linear)[1] not in (shape.heads * shape.head_dim, 2 * shape.heads * shape.head_dim):
+            yield from _other_outputs([linear], shape.heads * shape.head_dim, f"the {Role.QUERY} of {shape}")
+    for linear in linears[Role.ATTENTION_GATE]:
+        if kinds.sizes(linear)[1] % shape.heads:
+            yield linear, f"an {Role.ATTENTION_GATE} of {shape} has outputs for each head, not {kinds.sizes(linear)[1]}"
     expected = shape.heads * shape.value_dim
     for linear in linears[Role.ATTENTION_OUTPUT]:
         if (found := kinds.sizes(linear)[0]) != expected:
             yield linear, f"the {Role.ATTENTION_OUTPUT} of {shape} has {expected} inputs, not {found}"
-    for linear in (*linears[Role.KEY], *linears[Role.QUERY_KEY_VALUE]) if shape.heads % shape.kv_heads else ():
+    fused_linears = (*linears[Role.QUERY_KEY_VALUE], *linears[Role.QUERY_KEY_VALUE_BY_GROUP])
+    for linear in (*linears[Role.KEY], *fused_linears) if shape.heads % shape.kv_heads else ():
         yield linear, f"{shape.heads} heads cannot share {shape.kv_heads} heads of keys and values evenly"
     yield from _wrong_norms(shape, linears)
 
@@ -86,13 +104,22 @@ def _other_outputs(linears: Iterable[nn.Module], expected: int, what: str) -> It
 
 
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
-    """Yield each norm that is over all heads at once: these would have to be on one rank."""
+    """Yield each norm that is over all heads, or over one, where its role says the other."""
     latents = [kinds.sizes(each)[0] for role in (Role.LATENT_QUERY, Role.LATENT_KEY_VALUE) for each in linears[role]]
     for norm in linears[Role.HEAD_NORM]:
         found = {size for own in kinds.own_shapes(norm).values() for size in own}
         if found - {shape.head_dim, shape.value_dim, *latents}:
             over = "one head" + "".join(f" or a latent of {size}" for size in latents)
             yield norm, f"a {Role.HEAD_NORM} of {shape} is over {over}; this one is over {max(found)}"
+    for norm in linears[Role.SHARDED_NORM]:
+        found = {size for own in kinds.own_shapes(norm).values() for size in own}
+        if found - over_all_heads(shape):
+            yield norm, f"a {Role.SHARDED_NORM} of {shape} is over all heads; this one is over {max(found)}"
+
+
+def over_all_heads(shape: AttentionShape) -> set[int]:
+    """The widths of norms over all heads of queries, keys or values."""
+    return {shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.heads * shape.value_dim}
 
 
 def wrong_widths(linears: Linears) -> Iterator[tuple[nn.Module, str]]:

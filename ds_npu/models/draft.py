@@ -140,8 +140,8 @@ def _foreign(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
 
 def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
     for name, role in plan.roles.items():
-        if role in PARENT and plan.around(name, PARENT[role]) is None:
-            yield name, f"{role} is for a module inside of one whose role is {PARENT[role]}"
+        if role in PARENT and plan.around(name, *PARENT[role]) is None:
+            yield name, f"{role} is for a module inside of one whose role is {' or '.join(PARENT[role])}"
         elif role in (Role.LORA_A, Role.LORA_B) and plan.adapted(name) is None:
             yield name, f"{role} is for what PEFT adds to a layer, which it calls {names.BASE_LAYER}"
 
@@ -149,7 +149,7 @@ def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
 def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:
     found: defaultdict[str, defaultdict[Role, list[nn.Module]]] = defaultdict(lambda: defaultdict(list))
     for name, role in plan.roles.items():
-        holder = plan.around(name, PARENT[role]) if role in PARENT else None
+        holder = plan.around(name, *PARENT[role]) if role in PARENT else None
         if holder is not None and name not in leave_out:
             found[holder][role].append(modules[name])
     return found

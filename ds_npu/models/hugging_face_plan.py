@@ -6,7 +6,7 @@ do not tell the order inside of a fused weight, nothing is assumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +14,11 @@ from torch import nn
 
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.models import kinds, names
-from ds_npu.models.attention_modules import configured
+from ds_npu.models.attention_modules import configured, over_all_heads
+from ds_npu.models.attributes import has_attribute
 from ds_npu.models.draft import Draft
-from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
+from ds_npu.models.feed_forward_roles import GATES_FIRST, IN_MLP, mlp_roles, pair_roles
+from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model, setting
 from ds_npu.models.tree import Tree
 from ds_npu.parallel.expert.weights import is_experts
 
@@ -26,6 +28,13 @@ IN_ATTENTION: dict[str, Role] = {
     "v_proj": Role.VALUE,
     "qkv_proj": Role.QUERY_KEY_VALUE,
     "c_attn": Role.QUERY_KEY_VALUE,
+    "query_key_value": Role.QUERY_KEY_VALUE,
+    "Wqkv": Role.QUERY_KEY_VALUE,
+    "Wq": Role.QUERY,
+    "Wk": Role.KEY,
+    "Wv": Role.VALUE,
+    "gate_proj": Role.ATTENTION_GATE,
+    "g_proj": Role.ATTENTION_GATE,
     "q_a_proj": Role.LATENT,
     "kv_a_proj_with_mqa": Role.LATENT,
     "q_b_proj": Role.LATENT_QUERY,
@@ -33,24 +42,34 @@ IN_ATTENTION: dict[str, Role] = {
     "o_proj": Role.ATTENTION_OUTPUT,
     "out_proj": Role.ATTENTION_OUTPUT,
     "c_proj": Role.ATTENTION_OUTPUT,
+    "dense": Role.ATTENTION_OUTPUT,
+    "Wo": Role.ATTENTION_OUTPUT,
 }
-IN_MLP: dict[str, Role] = {
-    "gate_proj": Role.GATE,
-    "up_proj": Role.UP,
-    "gate_up_proj": Role.GATE_UP,
-    "c_fc": Role.UP,
-    "fc1": Role.UP,
-    "down_proj": Role.DOWN,
-    "c_proj": Role.DOWN,
-    "fc2": Role.DOWN,
+FUSED_ORDERS: dict[str, Role] = {
+    "GPTNeoXAttention": Role.QUERY_KEY_VALUE_BY_GROUP,
+    "GPTNeoXJapaneseAttention": Role.QUERY_KEY_VALUE_BY_GROUP,
+    "BloomAttention": Role.QUERY_KEY_VALUE_BY_GROUP,
+    "FalconAttention": Role.QUERY_KEY_VALUE_BY_GROUP,
+    "PersimmonAttention": Role.QUERY_KEY_VALUE_BY_GROUP,
+    "GPTBigCodeAttention": Role.QUERY_KEY_VALUE_BY_GROUP,
+    "MptAttention": Role.QUERY_KEY_VALUE,
+    "DbrxAttention": Role.QUERY_KEY_VALUE,
 }
-POSITIONS = ("wpe", "embed_positions", "position_embeddings")
+"""The order inside of the fused linear of attentions of transformers, by class; with one head of keys all are alike."""
+POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 STYLES: dict[str, tuple[Role, ...]] = {
-    "colwise": (Role.QUERY, Role.KEY, Role.VALUE, Role.LATENT_QUERY, Role.LATENT_KEY_VALUE, Role.GATE, Role.UP),
+    "colwise": (
+        *(Role.QUERY, Role.KEY, Role.VALUE, Role.LATENT_QUERY, Role.LATENT_KEY_VALUE, Role.GATE, Role.UP),
+        *(Role.ATTENTION_GATE, Role.QUERY_KEY_VALUE_BY_GROUP),
+    ),
     "rowwise": (Role.ATTENTION_OUTPUT, Role.DOWN),
     # transformers does not shard the parts of fused weights by themselves: it gathers their outputs and shards those.
-    "colwise_gather_output": (Role.QUERY_KEY_VALUE, Role.GATE_UP),
+    # It gathers the queries and keys of norms over all heads, too.
+    "colwise_gather_output": (
+        *(Role.QUERY_KEY_VALUE, Role.QUERY_KEY_VALUE_BY_GROUP, Role.GATE_UP, Role.QUERY, Role.KEY, Role.VALUE),
+        Role.ATTENTION_GATE,
+    ),
     "rowwise_split_input": (Role.ATTENTION_OUTPUT, Role.DOWN),
 }
 """Roles that a linear of a style in transformers' ``base_model_tp_plan`` can have."""
@@ -78,12 +97,19 @@ class _Assignment:
     def decoder(self) -> str:
         """The plain name of the language part."""
         stated = self.tree.find(self.root.get_decoder())
-        # Llama4ForCausalLM returns itself: its base_model_prefix is not the name that its decoder has.
-        inner = [name for name in self.tree.within(stated).values() if self.stacks_in(name)]
+        # Llama4ForCausalLM returns itself, and ModernBertDecoderForCausalLM its head: the names are not what they say.
+        around = (stated, self.tree.find(self.root))
+        inner = [name for each in around for name in self.tree.within(each).values() if self.stacks_in(name)]
         return inner[0] if not self.stacks_in(stated) and len(inner) == 1 else stated
 
     def stacks_in(self, name: str) -> list[str]:
-        return [each for each in self.tree.within(name).values() if self.is_stack(each)]
+        """The lists of blocks in ``name``: with attentions, or else with as many modules as the config says."""
+        inner = self.tree.within(name).values()
+        count = setting(self.config, "num_hidden_layers", int)
+        lists = (each for each in inner if isinstance(self.tree.module(each), nn.ModuleList))
+        return [each for each in inner if self.is_stack(each)] or [
+            each for each in lists if len(self.tree.within(each)) == count
+        ]
 
     @cached_property
     def config(self) -> HuggingFaceConfig:
@@ -111,6 +137,7 @@ class _Assignment:
                     self.in_block(block)
             else:
                 self.outside_blocks(name)
+        self.replicate_others()
 
     def is_stack(self, name: str) -> bool:
         """Whether ``name`` is a list of blocks, which are modules with attentions."""
@@ -141,7 +168,8 @@ class _Assignment:
         elif self.is_rotary(name):
             self.assign(name, Role.ROTARY)
         elif kinds.is_norm(module):
-            after = any(role is Role.BLOCK for role in self.draft.roles.values())
+            # OPT makes its final norm before its blocks.
+            after = attribute.startswith("final") or any(role is Role.BLOCK for role in self.draft.roles.values())
             self.assign(name, Role.FINAL_NORM if after else Role.NORM)
 
     @cached_property
@@ -153,9 +181,26 @@ class _Assignment:
     def is_rotary(self, name: str) -> bool:
         return "Rotary" in type(self.tree.module(name)).__name__
 
+    def replicate_others(self) -> None:
+        """Replicate what nothing else was said of, outside of attentions and MLPs: hidden states are whole there."""
+        whole = (Role.ATTENTION, Role.MLP, Role.EXPERTS)
+        regions = [name for name, reals in self.tree.reals.items() if self.draft.roles.get(reals[-1]) in whole]
+        for name, reals in self.tree.reals.items() if regions else ():
+            inside = names.is_inside(name, self.decoder) and not any(names.is_inside(name, each) for each in regions)
+            known = any(each in self.draft.roles or each in self.draft.notes for each in reals)
+            if name and inside and not known and kinds.own_shapes(self.tree.module(name)):
+                self.assign(name, Role.REPLICATED)
+
     def in_block(self, block: str) -> None:
-        for name in self.tree.within(block).values():
-            if self.is_attention(name):
+        direct = {name: self.tree.module(each) for name, each in self.tree.within(block).items() if name in IN_MLP}
+        pair = pair_roles({name: each for name, each in direct.items() if kinds.is_linear(each)}, self.hidden)
+        of_pair = {Role.UP: Role.COLUMN, Role.GATE: Role.COLUMN, Role.DOWN: Role.ROW}
+        for attribute, name in self.tree.within(block).items():
+            if attribute in pair:
+                self.assign(name, of_pair[pair[attribute]])
+            elif any(self.is_attention(each) for each in self.tree.within(name).values()):
+                self.in_block(name)
+            elif self.is_attention(name):
                 self.assign(name, Role.ATTENTION)
                 self.in_attention(name)
             elif kinds.is_norm(self.tree.module(name)):
@@ -165,15 +210,29 @@ class _Assignment:
 
     def in_attention(self, attention: str) -> None:
         shape = configured(self.tree.module(attention), self.config)
+        is_latent = shape is not None and shape.latent_key_dim > 0
         if shape is not None:
             self.draft.attentions.update(dict.fromkeys(self.tree.reals[attention], shape))
         for attribute, name in self.tree.within(attention).items():
             if kinds.is_norm(self.tree.module(name)):
-                self.assign(name, Role.HEAD_NORM)
+                over = {size for sizes in kinds.own_shapes(self.tree.module(name)).values() for size in sizes}
+                whole = shape is not None and bool(over) and over <= over_all_heads(shape) - {shape.head_dim}
+                self.assign(name, Role.SHARDED_NORM if whole and not is_latent else Role.HEAD_NORM)
             elif self.is_rotary(name):
                 self.assign(name, Role.ROTARY)
+            elif "Indexer" in type(self.tree.module(name)).__name__:
+                for each in self.tree.reals:
+                    if names.is_inside(each, name) and kinds.own_shapes(self.tree.module(each)):
+                        self.assign(each, Role.INDEXER)
             elif attribute in IN_ATTENTION:
-                self.linear(name, IN_ATTENTION[attribute])
+                self.linear(name, self.in_order(attention, IN_ATTENTION[attribute]))
+
+    def in_order(self, attention: str, role: Role) -> Role:
+        order = FUSED_ORDERS.get(type(self.tree.module(attention)).__name__)
+        if role is not Role.QUERY_KEY_VALUE or order is None:
+            return role
+        shape = self.draft.attentions.get(self.tree.reals[attention][-1])
+        return Role.QUERY_KEY_VALUE if shape is not None and shape.kv_heads == 1 else order
 
     def in_feed_forward(self, name: str) -> None:
         """Assign an MLP, or a router with experts, some of which may be shared ones in an MLP of their own."""
@@ -190,23 +249,49 @@ class _Assignment:
                     self.assign(each, Role.ROUTER)
                 elif each not in experts:
                     self.in_feed_forward(each)
-        elif linears := list(self.mlp_roles(name)):
-            self.assign(name, Role.MLP)
-            for linear, role in linears:
-                self.linear(linear, role)
+        elif linears := self.mlp_roles(name):
+            self.in_mlp(name, linears)
 
-    def mlp_roles(self, mlp: str) -> Iterator[tuple[str, Role]]:
-        by_style = {"colwise": Role.COLUMN, "rowwise": Role.ROW}
-        for attribute, name in self.tree.within(mlp).items():
-            role = IN_MLP.get(attribute) or by_style.get(self.style(name) or "")
-            if role and kinds.is_linear(self.tree.module(name)):
-                yield name, role
+    def in_mlp(self, name: str, linears: Mapping[str, Role]) -> None:
+        inner = self.tree.within(name)
+        norms = (self.tree.module(each) for each in inner.values() if kinds.is_norm(self.tree.module(each)))
+        if any(self.hidden in shape for norm in norms for shape in kinds.own_shapes(norm).values()):
+            return  # A norm of hidden states stands behind its output (Gemma 3n): it is replicated as a whole.
+        self.assign(name, Role.MLP)
+        for attribute, role in linears.items():
+            self.linear(inner[attribute], role)
+        for attribute, each in inner.items():
+            if attribute not in linears:
+                self.beside_linears(each)
+
+    def mlp_roles(self, mlp: str) -> dict[str, Role]:
+        inner = self.tree.within(mlp)
+        fused = GATES_FIRST.get(type(self.tree.module(mlp)).__name__)
+        if fused is not None:
+            return dict(zip(fused, (Role.GATE_UP, Role.DOWN), strict=True))
+        styles = {attribute: self.style(name) for attribute, name in inner.items()}
+        return mlp_roles({attribute: self.tree.module(name) for attribute, name in inner.items()}, styles, self.hidden)
+
+    def beside_linears(self, name: str) -> None:
+        """Assign a norm over the columns of an MLP, or a trained activation."""
+        module = self.tree.module(name)
+        if kinds.is_norm(module):
+            self.assign(name, Role.SHARDED_NORM)
+        elif kinds.own_shapes(module) and all(sum(sizes) <= len(sizes) for sizes in kinds.own_shapes(module).values()):
+            self.assign(name, Role.POINTWISE)
+
+    @cached_property
+    def hidden(self) -> int:
+        """The width of hidden states; 0 where the config does not tell."""
+        return setting(self.config, "hidden_size", int) or 0
 
     def experts(self, name: str) -> None:
         # A packed gate_up_proj has all gates before all ups.
         styles = self.style(f"{name}.gate_up_proj"), self.style(f"{name}.down_proj")
-        # Transposed experts have an axis of their own, or are refused.
-        if styles == ("packed_colwise", "rowwise") or kinds.is_transposed(self.tree.module(name)):
+        # transformers' experts say themselves how they are stored.
+        module = self.tree.module(name)
+        known = has_attribute(module, "is_transposed") or kinds.is_transposed(module)
+        if styles == ("packed_colwise", "rowwise") or known:
             self.assign(name, Role.EXPERTS)
         else:
             self.refuse(name, f"{ORDER_UNKNOWN}; {Role.EXPERTS} means {ORDER[Role.EXPERTS]}")
@@ -215,6 +300,7 @@ class _Assignment:
         style = self.style(name)
         # All of transformers' models with Conv1D (the first GPTs) have queries, then keys, then values in one.
         known = style is not None or kinds.output_dim(self.tree.module(name)) == 1
+        known = known or type(self.tree.module(names.parent(name))).__name__ in {*FUSED_ORDERS, *GATES_FIRST}
         if role in (Role.QUERY_KEY_VALUE, Role.GATE_UP) and not known:
             self.refuse(name, f"{ORDER_UNKNOWN}; {role} means {ORDER[role]}")
         elif style in STYLES and role not in STYLES[style] and role not in (Role.COLUMN, Role.ROW):

@@ -16,6 +16,10 @@ SPARSE_CLASSES = re.compile("M[oO][eE]|Expert|Router|Gate$")
 """Parts of the class names of transformers' MLPs, and of modules that send tokens to experts or hold them."""
 OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 """Activations of torch that may run over the sequence dim."""
+ON_TOKENS = {
+    *("DbrxNormAttentionNorm", "Gemma3nTextAltUp", "Gemma3nTextLaurelBlock", "JetMoeParallelExperts", "MoshiLinear"),
+}
+"""Classes of transformers of other names and shapes that compute each token from that token, but in attentions."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
 LORA = ("peft.tuners.lora.", "peft.tuners._buffer_dict", "peft.utils.other")
 
@@ -73,6 +77,8 @@ def works_on_tokens(module: nn.Module) -> bool:
         return True
     if origin in ("torch.nn.modules.activation", "transformers.activations"):
         return not isinstance(module, OVER_A_DIM)
+    if origin.startswith("transformers.models.") and name in ON_TOKENS:
+        return True
     if is_norm(module) or DENSE_CLASSES.search(name):
         return dims <= {1}
     if is_sparse(module) and (dims <= {1, 2} or is_experts(module)):
@@ -96,20 +102,24 @@ def misfit(role: Role, module: nn.Module) -> str | None:
     """Why ``module`` cannot have ``role``; None where it can."""
     shapes = own_shapes(module).values()
     dims = {len(shape) for shape in shapes}
-    if role in (Role.REPLICATED, Role.ROTARY):
+    if role in (Role.REPLICATED, Role.ROTARY, Role.INDEXER):
         return None
     if role in (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE):
-        if shapes:
-            return f"{role} is for a module without parameters of its own: put them into modules inside of it"
+        if dims - {0, 1}:
+            return f"{role} is for a module without matrices of its own: put them into modules inside of it"
         return None if any(True for _ in module.children()) else f"{role} is for a module that holds others"
-    if role in (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM):
-        return None if dims <= {1} else f"{role} is for a norm, whose parameters have one dim"
+    if role in (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM, Role.SHARDED_NORM, Role.POINTWISE):
+        # Learned numbers of an activation may have no dim.
+        what = "an activation" if role is Role.POINTWISE else "a norm"
+        right = dims <= ({0, 1} if role is Role.POINTWISE else {1})
+        return None if right else f"{role} is for {what}, whose parameters have one dim"
     if role in (Role.EMBEDDING, Role.POSITION_EMBEDDING):
         right = dims == {2} and not isinstance(module, nn.Linear)
         return None if right else f"{role} is for an embedding, a single table of two dims"
     if role is Role.EXPERTS:
         why = f"{role} is for a module whose parameters have three dims, the first the experts, or with a list of them"
-        return None if dims == {3} or (not dims and holds_list(module)) else why
+        # Biases have two.
+        return None if (3 in dims and dims <= {2, 3}) or (not dims and holds_list(module)) else why
     if role in (Role.LORA_A, Role.LORA_B):
         # PEFT's lora_bias gives the second factor one.
         right = 2 in dims and dims <= {1, 2}

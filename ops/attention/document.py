@@ -43,6 +43,7 @@ class Weighting(NamedTuple):
     scale: float
     dropout_p: float = 0.0
     pattern: torch.Generator | None = None
+    softcap: float | None = None
 
     def band(self, q: torch.Tensor, k: torch.Tensor) -> Band:
         """The mask's band for the rows of ``q`` and the keys of ``k``."""
@@ -50,7 +51,12 @@ class Weighting(NamedTuple):
 
     def takes_flash(self, q: torch.Tensor, k: torch.Tensor) -> bool:
         """Whether torch's flash attention on the CPU computes this."""
-        return self.pattern is None and self.mask.dense is None and flash_cpu.serves(q, k, self.band(q, k))
+        return (
+            self.pattern is None
+            and self.softcap is None
+            and self.mask.dense is None
+            and flash_cpu.serves(q, k, self.band(q, k))
+        )
 
 
 class Block(NamedTuple):
@@ -71,7 +77,7 @@ def forward(inputs: Inputs, weighting: Weighting) -> tuple[torch.Tensor, torch.T
     out = torch.empty_like(q) if q.shape[3] == v.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
     for block in _blocks(inputs, weighting):
-        scores = _scores(inputs, block, scale)
+        scores = _scores(inputs, block, weighting)
         block_lse = scores.logsumexp(-1)
         weights = _weights(scores, block_lse)
         if (kept := _kept(weights, weighting)) is not None:
@@ -97,14 +103,19 @@ def backward(inputs: Inputs, upstream: Upstream, weighting: Weighting) -> Inputs
     for block in _blocks(inputs, weighting):
         groups = (k.shape[1], -1)
         q_rows, dout_rows = (_grouped(x[:, :, block.rows], k.shape[1]) for x in (q, dout))
-        weights = _weights(_scores(inputs, block, scale), torch.unflatten(lse[:, :, block.rows], 1, groups))
+        scores = _scores(inputs, block, weighting)
+        weights = _weights(scores, torch.unflatten(lse[:, :, block.rows], 1, groups))
         slopes = (dout_rows @ for_accumulation(v[:, :, block.keys]).mT).view_as(weights)
         kept = _kept(weights, weighting)
         if kept is not None:
             slopes = slopes * kept
         dv[:, :, block.keys] += (weights if kept is None else weights * kept).flatten(2, 3).mT @ dout_rows
         slopes = slopes - torch.unflatten(shared[:, :, block.rows], 1, groups)[..., None]
-        slopes = (slopes * weights * scale).flatten(2, 3)
+        slopes = slopes * weights * scale
+        if weighting.softcap is not None:
+            # The derivative of the soft cap; hidden scores have the weight 0.
+            slopes = slopes * (1 - (scores.masked_fill(scores == -torch.inf, 0) / weighting.softcap).square())
+        slopes = slopes.flatten(2, 3)
         dq[:, :, block.rows] = _ungrouped(slopes @ for_accumulation(k[:, :, block.keys]), q.shape[1])
         dk[:, :, block.keys] += slopes.mT @ q_rows
     return Inputs(dq, dk.to(k.dtype), dv.to(v.dtype))
@@ -136,11 +147,13 @@ def _blocks(inputs: Inputs, weighting: Weighting) -> Iterator[Block]:
         yield Block(at, slice(seen.start, seen.stop), hidden)
 
 
-def _scores(inputs: Inputs, block: Block, scale: float) -> torch.Tensor:
+def _scores(inputs: Inputs, block: Block, weighting: Weighting) -> torch.Tensor:
     """Scores [B, N / group, group, rows, keys], -inf where hidden."""
     key_heads = inputs.k.shape[1]
     q_rows = _grouped(inputs.q[:, :, block.rows], key_heads)
-    scores = (q_rows @ for_accumulation(inputs.k[:, :, block.keys]).mT).mul_(scale)
+    scores = (q_rows @ for_accumulation(inputs.k[:, :, block.keys]).mT).mul_(weighting.scale)
+    if weighting.softcap is not None:
+        scores = scores.div_(weighting.softcap).tanh_().mul_(weighting.softcap)
     scores = torch.unflatten(scores, 2, (inputs.q.shape[1] // key_heads, -1))
     return scores if block.hidden is None else scores.masked_fill_(block.hidden, -torch.inf)
 

@@ -36,6 +36,10 @@ class Options:
     scale: float | None = None
     dropout_p: float = 0.0
     heads: int = 0
+    softcap: float | None = None
+    """The scores are softcap * tanh(scores / softcap) before the mask; None: they are not changed (Gemma 2)."""
+    sinks: torch.Tensor | None = None
+    """[N]: scores of one more key for each head, whose value is 0 (GPT-OSS). The functions with autograd merge them."""
 
     def __post_init__(self) -> None:
         if self.layout not in get_args(Layout):
@@ -46,6 +50,8 @@ class Options:
             raise ValueError(
                 f"layout {self.layout} with {len(self.mask.ends_q)} documents: TND, and only TND, has some"
             )
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap is {self.softcap}: above 0")
         if (self.heads > 0) != (self.layout == "SBH"):
             raise ValueError(f"layout {self.layout} with heads={self.heads}: SBH, and only SBH, needs it")
 
@@ -125,6 +131,8 @@ def kernel_refusal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: O
     sizes = sizes_of(q, k, v, options)
     if 0 in sizes:
         return "an empty tensor"
+    if options.softcap is not None:
+        return "a soft cap of the scores"
     if max(sizes.width, sizes.value_width) > WIDEST_HEAD:
         return f"heads of width {max(sizes.width, sizes.value_width)}, the kernel's are {WIDEST_HEAD} at most"
     if sizes.value_width > sizes.width:

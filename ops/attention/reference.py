@@ -76,7 +76,7 @@ def views(inputs: Inputs, layout: Layout, sizes: Sizes) -> Inputs:
 
 def _weighting(options: Options, sizes: Sizes, dropout: Dropout | None, device: torch.device) -> Weighting:
     pattern = torch.Generator(device).manual_seed(dropout.seed) if dropout else None
-    return Weighting(options.mask, options.scale_of(sizes), options.dropout_p, pattern)
+    return Weighting(options.mask, options.scale_of(sizes), options.dropout_p, pattern, options.softcap)
 
 
 def _of(x: torch.Tensor, part: range) -> torch.Tensor:

@@ -53,10 +53,6 @@ MODELS = {
         lambda: nn.ModuleList(transformers.LlamaModel(transformers.LlamaConfig(**LLAMA)) for _ in range(2)),
         "holds 2 models of transformers; ds_npu.parallel.context shards one",
     ),
-    "a soft cap": (
-        lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**LLAMA)),
-        "attn_logit_softcapping",
-    ),
 }
 
 

@@ -30,8 +30,6 @@ CASES = [
     for world in WORLDS
     for family in MODELS
     for schedule in ("1f1b", "zb_h1", "interleaved")
-    # Its attention's softcapping has no context ranks.
-    if (world, family) != ("context", "gemma2")
 ]
 
 

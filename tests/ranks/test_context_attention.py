@@ -50,6 +50,16 @@ DENSE = [
 ]
 
 
+CHANGED = [
+    Case("gqa", CAUSAL, has_sinks=True),
+    Case("mqa", sliding(5), has_sinks=True, softcap=0.5),
+    Case("mha", CAUSAL, documents=DOCUMENTS, has_sinks=True),
+    Case("gqa", CAUSAL, softcap=0.5),
+    Case("mha", DENSE[2].mask, softcap=0.5, has_sinks=True),
+]
+"""Soft caps, and attention sinks."""
+
+
 def algorithms(size: int) -> list[ContextAlgorithm]:
     """All for ``size`` context ranks, and what they may keep for backward."""
     found = [ContextAlgorithm(size), ContextAlgorithm(1, size), ContextAlgorithm(1, size, gather=True)]
@@ -80,9 +90,9 @@ def wrong(axis: ContextAxis, case: Case) -> float:
 
 def equals_one_process(size: int) -> None:
     for axis in axes(size):
-        worst = max(wrong(axis, case) for case in (*CASES, *UNEVEN, *DENSE))
+        worst = max(wrong(axis, case) for case in (*CASES, *UNEVEN, *DENSE, *CHANGED))
         if axis.rank == 0:
-            print(f"cp {size}  {axis.algorithm}: {len(CASES + UNEVEN + DENSE)} cases, worst {worst:.1e}")
+            print(f"cp {size}  {axis.algorithm}: {len(CASES + UNEVEN + DENSE + CHANGED)} cases, worst {worst:.1e}")
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

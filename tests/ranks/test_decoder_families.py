@@ -12,22 +12,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 SETTINGS = {"tensor": (2, False), "sequence": (2, True), "context": (1, False)}
 """Tensor ranks, and whether activations are sharded between their regions."""
-OPT = {"model.decoder.layers.*.fc1": "column", "model.decoder.layers.*.fc2": "row"}
-BLOOM = {
-    "transformer.h.*.self_attention.query_key_value": "query_key_value",
-    "transformer.h.*.self_attention.dense": "attention_output",
-    "transformer.h.*.mlp": "mlp",
-    "transformer.h.*.mlp.dense_h_to_4h": "up",
-    "transformer.h.*.mlp.dense_4h_to_h": "down",
-}
-MPT = {
-    "transformer.blocks.*.attn": "attention",
-    "transformer.blocks.*.attn.Wqkv": "query_key_value",
-    "transformer.blocks.*.attn.out_proj": "attention_output",
-    "transformer.blocks.*.ffn": "mlp",
-    "transformer.blocks.*.ffn.up_proj": "up",
-    "transformer.blocks.*.ffn.down_proj": "down",
-}
 EXACT, STATE = "exact", "layers with a state"
 CASES: list[tuple[str, str, dict[str, str], str]] = [
     # Nobody needs a tensor plan to shard a sequence.
@@ -49,12 +33,15 @@ CASES: list[tuple[str, str, dict[str, str], str]] = [
     ("bloom", "context", {}, "refused: BloomForCausalLM computes its attention itself"),
     ("doge", "context", {}, "refused: ds_npu.parallel.context: DogeForCausalLM has no stack of blocks"),
     # Hidden states without a sequence dim, and biases for all heads.
-    ("opt", "tensor", OPT, EXACT),
-    ("opt", "sequence", OPT, "refused: ds_npu.parallel.sequence_parallel: found hidden states"),
+    ("opt", "tensor", {}, EXACT),
+    ("opt", "sequence", {}, "refused: ds_npu.parallel.sequence_parallel: found hidden states"),
     ("hy_v3", "sequence", {}, "refused: ds_npu.parallel.sequence_parallel: found hidden states"),
-    ("bloom", "tensor", BLOOM, "refused: BloomForCausalLM: transformer.h.0.self_attention is given alibi"),
-    ("bloom", "sequence", BLOOM, "refused: BloomForCausalLM: transformer.h.0.self_attention is given alibi"),
-    ("mpt", "tensor", MPT, "refused: MptForCausalLM: transformer.blocks.0.attn is given position_bias"),
+    ("bloom", "tensor", {}, EXACT),
+    ("bloom", "sequence", {}, EXACT),
+    ("mpt", "tensor", {}, EXACT),
+    # Attention that is given three hidden states.
+    ("ctrl", "tensor", {}, EXACT),
+    ("ctrl", "sequence", {}, EXACT),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.ops.attention import FULL, Mask, Options
@@ -26,6 +27,8 @@ class Case:
     length: int = 32
     documents: tuple[range, ...] = ()
     zigzag: bool = True
+    softcap: float | None = None
+    has_sinks: bool = False
 
     def tokens(self, algorithm: ContextAlgorithm) -> Tokens:
         if self.documents:
@@ -53,6 +56,12 @@ class Case:
         together = (number[:, :, None] == number[:, None, :]) & (number > 0)[:, :, None]
         return (seen & together)[:, None]
 
+    def sinks(self) -> torch.Tensor | None:
+        """A score [N] of one more key for each head, without a value."""
+        count = HEADS[self.heads][0]
+        drawn = torch.randn(count, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        return drawn.requires_grad_() if self.has_sinks else None
+
     def inputs(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Query, key, value and the gradient of out, [B, S, N, D], the same at every call."""
         heads, key_heads, width, value_width = HEADS[self.heads]
@@ -64,20 +73,28 @@ class Case:
         ]
 
 
-def whole_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def whole_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Out [B, S, N, D]; 0 for a row that sees no key."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bsnd,btnd->bnst", q, k) * q.shape[3] ** -0.5
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+    if case.softcap is not None:
+        scores = torch.tanh(scores / case.softcap) * case.softcap
+    scores = scores.masked_fill(~case.seen(), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1).nan_to_num(nan=0.0)[..., : case.length]
     return torch.einsum("bnst,btnd->bsnd", weights, v)
 
 
 def reference(case: Case) -> list[torch.Tensor]:
-    """Out and the gradients of query, key and value, of the whole batch."""
+    """Out and the gradients of query, key, value, and of sinks if there are any, of the whole batch."""
     q, k, v, dout = case.inputs(torch.float64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = whole_attention(*leaves, case.seen())
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    sinks = case.sinks()
+    out = whole_attention(*leaves, case, sinks)
+    return [out.detach(), *torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout)]
 
 
 def own(x: torch.Tensor, tokens: Tokens, rank: int) -> torch.Tensor:
@@ -87,14 +104,18 @@ def own(x: torch.Tensor, tokens: Tokens, rank: int) -> torch.Tensor:
 
 
 def errors(axis: ContextAxis, case: Case, dtype: torch.dtype = torch.float64) -> list[float]:
-    """Relative to the largest number of the reference: out, dq, dk, dv of this rank."""
+    """Relative to the largest number of the reference: out, dq, dk, dv of this rank, and the sinks' gradient."""
     tokens = case.tokens(axis.algorithm)
     *inputs, dout = (own(x, tokens, axis.rank) for x in case.inputs(dtype))
     leaves = [x.requires_grad_() for x in inputs]
-    out = context_attention(*leaves, axis, Options(mask=case.mask), tokens)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-    expected = reference(case)
+    sinks = case.sinks()
+    options = Options(mask=case.mask, softcap=case.softcap, sinks=sinks)
+    out = context_attention(*leaves, axis, options, tokens)
+    found = [out.detach(), *torch.autograd.grad(out, leaves if sinks is None else [*leaves, sinks], dout)]
+    expected = [own(x, tokens, axis.rank) if x.dim() > 1 else x for x in reference(case)]
+    if sinks is not None:
+        dist.all_reduce(found[-1], group=axis.topology.group("cp"))
     return [
-        ((one.double() - own(other, tokens, axis.rank)).abs().max() / other.abs().max()).item()
+        ((one.double() - other).abs().max() / other.abs().max()).item()
         for one, other in zip(found, expected, strict=True)
     ]

@@ -54,15 +54,55 @@ SIZES = {
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "v_head_dim": 6}
 LATENT |= {"qk_rope_head_dim": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8}
+DELTA = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+INDEXED = LATENT | {"head_dim": 4, "index_topk": 5, "index_head_dim": 8, "index_n_heads": 2}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+SOURCE = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "num_kv_shared_layers": 0}
+SHORT = {"sliding_window": 6, "attention_chunk_size": 5}
+"""Sizes that are shorter than the sequences of the tests, where a family has them."""
+UNIFORM = {"recurrent_gemma"}
+"""Families whose layers cannot be listed in this way."""
 CHANGES: dict[str, dict[str, object]] = {
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+        "rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), SECTIONS),
+    },
+    "dbrx": {
+        **{"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v32": INDEXED,
+    "dots3_note_text": INDEXED,
+    "glm_moe_dsa": INDEXED,
+    "gemma3n_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "laurel_rank": 4},
+    "gemma4_text": SOURCE | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64},
+    "bailing_hybrid": LATENT | {"head_dim": 4, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp_text": DELTA | {"layer_types": ["linear_attention", "linear_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": LATENT
+    | {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": 2, "zero_expert_num": 1}
+    | {"expert_ffn_hidden_size": 16},
+    "reformer": {"is_decoder": True, "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [8, 24]}
+    | {"attention_head_size": 8, "attn_layers": ["local", "local"], "feed_forward_size": 48},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4}
+    | {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 2, "mamba_d_state": 8}
+    | {"use_mamba_kernels": False},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4}
+    | {"mamba_d_state": 8, "adapter_rank": 4, "use_mamba_kernels": False},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "num_hidden_layers": 4},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "minicpm3", "youtu"), LATENT | {"head_dim": 4}),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
     "dots1": {"n_group": 2, "topk_group": 1, "n_shared_experts": 1},
     "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
-    "falcon_h1": MAMBA,
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -77,11 +117,32 @@ def config_of(kind: str) -> Any:
     config_class = class_of(kind).config_class
     known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    config = config_class(**sizes | CHANGES.get(kind, {}), experts_implementation="eager")
+    changes = CHANGES.get(kind) or every_kind_of_layer(config_class, kind)
+    config = config_class(**sizes | of_all_layers(changes), experts_implementation="eager")
     for each in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
         dropped = [key for key, value in vars(each).items() if "drop" in key and isinstance(value, float)]
         vars(each).update(dict.fromkeys(dropped, 0.0))
     return config
+
+
+def of_all_layers(changes: dict[str, Any]) -> dict[str, Any]:
+    """``changes`` whose lists of kinds of layers are as long as the model has layers."""
+    lists = {name: kinds for name, kinds in changes.items() if name in ("layer_types", "layers_block_type")}
+    if not lists:
+        return changes
+    count = max(SIZES["num_hidden_layers"], *map(len, lists.values()))
+    whole = {name: [kinds[index % len(kinds)] for index in range(count)] for name, kinds in lists.items()}
+    return changes | whole | {"num_hidden_layers": count}
+
+
+def every_kind_of_layer(config_class: Any, kind: str) -> dict[str, object]:
+    """Changes with which a tiny model has a layer of each kind that the published one has, and short windows."""
+    usual = config_class()
+    windows = {name: size for name, size in SHORT.items() if isinstance(getattr(usual, name, None), int)}
+    if kind in UNIFORM:
+        return windows
+    found = list(dict.fromkeys(getattr(usual, "layer_types", None) or ()))
+    return windows | ({"layer_types": found} if len(found) > 1 else {})
 
 
 def class_of(kind: str) -> Any:
@@ -92,11 +153,19 @@ def class_of(kind: str) -> Any:
 def is_buildable(kind: str) -> bool:
     """Whether a tiny model of the family can be made from these sizes."""
     try:
-        with torch.device("meta"):
-            model = class_of(kind)(config_of(kind))
+        check_buildable(kind)
     except Exception:
         return False
-    return sum(weight.numel() for weight in model.parameters()) <= LARGEST
+    return True
+
+
+def check_buildable(kind: str) -> None:
+    """Raise what keeps a tiny model of the family from being made."""
+    with torch.device("meta"):
+        model = class_of(kind)(config_of(kind))
+    count = sum(weight.numel() for weight in model.parameters())
+    if count > LARGEST:
+        raise ValueError(f"it has {count:,} parameters")
 
 
 def made(kind: str) -> nn.Module:

@@ -309,3 +309,35 @@ def test_a_long_sequence_never_has_all_its_scores():
 def test_what_does_not_go_together_is_said(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "BSND", "TND"])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(0.5, False), (None, True), (0.5, True)])
+def test_soft_caps_and_sinks(layout, softcap, has_sinks):
+    q, k, v, dout, _ = inputs(batch=1)
+    sinks = numbers(4, seed=9).requires_grad_() if has_sinks else None
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = torch.einsum("bnid,bnjd->bnij", leaves[0], leaves[1].repeat_interleave(2, 1)) * q.shape[3] ** -0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(hidden_by_band(7, 7, after=0), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, 4, 1, 1).expand(1, 4, 7, 1)], -1)
+    out = torch.einsum("bnij,bnjd->bnid", scores.softmax(-1)[..., :7], leaves[2].repeat_interleave(2, 1))
+    every = leaves if sinks is None else [*leaves, sinks]
+    wanted = torch.autograd.grad(out, every, dout)
+    mine = [laid_out(x, layout).requires_grad_() for x in (q, k, v)]
+    mask = CAUSAL.packed((7,)) if layout == "TND" else CAUSAL
+    found, lse = attention(*mine, Options(layout, mask, softcap=softcap, sinks=sinks))
+    close(heads_first(found, layout, 4), out)
+    close(lse.T[None] if layout == "TND" else lse, scores.logsumexp(-1))
+    gradients = torch.autograd.grad(found, mine if sinks is None else [*mine, sinks], laid_out(dout, layout))
+    for one, other, heads in zip(gradients, wanted, (4, 2, 2, 0), strict=False):
+        close(one if one.dim() == 1 else heads_first(one, layout, heads), other)
+
+
+def test_sinks_that_are_not_those_of_the_heads_are_refused():
+    q, k, v, *_ = inputs()
+    with pytest.raises(ValueError, match="sinks"):
+        attention(q, k, v, Options("BNSD", sinks=numbers(3, seed=1)))
+    with pytest.raises(ValueError, match="softcap"):
+        Options("BNSD", softcap=0.0)

@@ -14,9 +14,10 @@ from ds_npu.models.names import abbreviated, matches, suggestion
 from ds_npu.models.plan import AttentionShape, PlanError
 
 ROLES = (
-    "block, attention, query, key, value, query_key_value, attention_output, latent, latent_query, latent_key_value, "
-    "head_norm, mlp, gate, up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, "
-    "position_embedding, head, column, row, replicated, lora_a, lora_b"
+    "block, attention, query, key, value, query_key_value, query_key_value_by_group, attention_gate, "
+    "attention_output, latent, latent_query, latent_key_value, head_norm, indexer, sharded_norm, pointwise, mlp, gate, "
+    "up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, "
+    "row, replicated, lora_a, lora_b"
 )
 
 
@@ -302,8 +303,7 @@ Net is a model of your own: ds_npu knows the parts of Hugging Face's decoders on
   "zzz": matches no module
   "layers.*.mlp.1": column is for modules with parameters; what matches, as layers.0.mlp.1 (GELU), has none of its own
   layers.{{0..1}}.attention.q (Linear, weight [32, 32], bias [32]): nothing says what it is
-  layers.{{0..1}}.norm1 (LayerNorm, weight [32], bias [32]): block is for a module without parameters of its own: put \
-them into modules inside of it
+  layers.{{0..1}}.norm1 (LayerNorm, weight [32], bias [32]): block is for a module that holds others
   layers.{{0..1}}.mlp.0 (Linear, weight [48, 32], bias [48]): embedding is for an embedding, a single table of two dims
   norm (LayerNorm, weight [32], bias [32]): query is for a linear, which has a weight of two dims
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
@@ -369,11 +369,11 @@ def experts():
 
 
 KINDS = {
-    "linear": (lambda: nn.Linear(8, 8), "query head column row router replicated rotary"),
-    "embedding": (lambda: nn.Embedding(8, 8), "embedding position_embedding replicated rotary"),
-    "norm": (lambda: nn.LayerNorm(8), "norm final_norm head_norm replicated rotary"),
-    "experts": (experts, "experts replicated rotary"),
-    "convolution": (lambda: nn.Conv2d(3, 8, 2), "replicated rotary"),
+    "linear": (lambda: nn.Linear(8, 8), "query head column row router replicated rotary indexer"),
+    "embedding": (lambda: nn.Embedding(8, 8), "embedding position_embedding replicated rotary indexer"),
+    "norm": (lambda: nn.LayerNorm(8), "norm final_norm head_norm sharded_norm pointwise replicated rotary indexer"),
+    "experts": (experts, "experts replicated rotary indexer"),
+    "convolution": (lambda: nn.Conv2d(3, 8, 2), "replicated rotary indexer"),
     "container": (lambda: nn.Sequential(nn.ReLU()), "block attention mlp moe replicated rotary"),
 }
 
@@ -383,7 +383,7 @@ KINDS = {
 def test_which_roles_a_module_can_have(kind, role):
     make, able = KINDS[kind]
     linears = {"query", "key", "value", "query_key_value", "attention_output", "latent", "latent_query", "gate", "up"}
-    linears |= {"latent_key_value", "gate_up", "down"}
+    linears |= {"latent_key_value", "gate_up", "down", "query_key_value_by_group", "attention_gate"}
     able = set(able.split()) | (linears if kind == "linear" else set())
     model = nn.Sequential(make())
     # Inside of an attention, an MLP and a MoE, so that only the module itself decides.

@@ -22,6 +22,8 @@ WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """transformers' registry, from which an attention whose function can be exchanged takes its function."""
+BY_HEAD = {"sinks", "gate_bias"}
+"""Parameters of an attention that are alike for all tokens: one number for each head."""
 NOISE = "neftune_noise_alpha"
 """The attribute of an embedding that transformers' NEFTune adds noise to (integrations/neftune.py)."""
 MAY_MIX = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
@@ -78,7 +80,7 @@ def is_exchangeable(module: nn.Module) -> bool:
     """Whether ``module`` is an attention of transformers that takes its function from the registry."""
     forward = inspect.unwrap(type(module).forward)
     takes = isinstance(forward, FunctionType) and INTERFACE in forward.__code__.co_names
-    return takes and "Attention" in type(module).__name__ and not kinds.own_shapes(module)
+    return takes and "Attention" in type(module).__name__ and kinds.own_shapes(module).keys() <= BY_HEAD
 
 
 def _configured(inner: HuggingFaceModel) -> Iterator[str]:

@@ -16,10 +16,11 @@ from ds_npu.models.attention_function import (
     attention_function,
     in_autocast_dtype,
     mask_of_module,
+    options_of,
     refuse_unknown,
 )
 from ds_npu.models.attention_mask import PackedMask
-from ds_npu.ops.attention import Mask, Options
+from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.attention import context_attention
 from ds_npu.parallel.runtime.forward_wraps import P, R
 
@@ -93,7 +94,7 @@ class SequenceShardAttention:
             )
         mask = _with_padding(mask_of_module(module, arguments), batch) if given is None else given
         q, k, v = (x.transpose(1, 2) for x in in_autocast_dtype(query, key, value))
-        options = Options("BSND", mask, arguments.get("scaling"), arguments.get("dropout") or 0.0)
+        options = options_of(arguments, "BSND", mask)
         return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
 
     def checked(self, model: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -63,9 +63,10 @@ class ExpertLayout:
     def shardings(self, name: str, ep: int, etp: int) -> dict[Axis, Sharding]:
         """How the parameter ``name`` is sharded over ``ep`` ranks, and over the ``etp`` that share each expert."""
         found: dict[Axis, Sharding] = {"ep": shard_sections(0, [self.count], ep)}
-        return found | ({"etp": self._column_sharding(name, etp)} if etp > 1 else {})
+        return found | ({"etp": self.column_sharding(name, etp)} if etp > 1 else {})
 
-    def _column_sharding(self, name: str, ranks: int) -> Sharding:
+    def column_sharding(self, name: str, ranks: int) -> Sharding:
+        """How the parameter ``name`` is sharded over ``ranks`` that share each expert."""
         if name == "down_proj_bias":
             # The ranks' sums add it once: each rank adds its shard.
             return shard_sections(1, [self.hidden], ranks)

@@ -34,14 +34,14 @@ def fuse_norms(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     for name in plan.named(*NORMS):
         module = model.get_submodule(name)
         like = likeness(module)
-        found = compared[like] if like in compared else compared.setdefault(like, _arguments(module))
+        found = compared[like] if like in compared else compared.setdefault(like, rms_norm_arguments(module))
         if isinstance(found, str):
             yield FusionResult(name, found)
         else:
             yield computed_by("rms_norm", module, name, functools.partial(norm_forward, module, *found))
 
 
-def _arguments(module: nn.Module) -> tuple[float, float, bool] | str:
+def rms_norm_arguments(module: nn.Module) -> tuple[float, float, bool] | str:
     """(eps, offset, widens) of ``norm_forward`` for ``module``, or why it is left as it is."""
     shapes = kinds.own_shapes(module)
     if list(shapes) != ["weight"]:

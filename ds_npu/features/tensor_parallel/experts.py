@@ -7,10 +7,12 @@ sequence shard). The inputs of the experts, tokens and their routing weights, en
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
@@ -19,16 +21,21 @@ from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.sequence_shards import SequenceParallel
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
+from ds_npu.parallel.tensor.sharding import Sharding
 
 TOKENS_DIM = 0
 """The dim of tokens in flattened hidden states [T, H]."""
 
 
-def enter_experts(module: nn.Module, axis: TensorAxis) -> None:
+DOWN_BIAS = "down_proj_bias"
+
+
+def enter_experts(module: nn.Module, axis: TensorAxis, bias: Sharding | None = None) -> None:
     """Make the forward of experts, whose weights are sharded, a region: tokens enter it, their sum leaves it.
 
     ``module`` has shards of ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I] along I. Its forward takes tokens
-    [T, H], their experts [T, k] (int64) and their routing weights [T, k].
+    [T, H], their experts [T, k] (int64) and their routing weights [T, k]. ``bias``: how that of ``down_proj`` [E, H] is
+    sharded; each rank adds its part, and zeros elsewhere.
     """
     signature = inspect.signature(module.forward)
 
@@ -36,11 +43,26 @@ def enter_experts(module: nn.Module, axis: TensorAxis) -> None:
         bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _enter(value, axis)
-        with allow_shard_access():
+        with allow_shard_access(), _padded_bias(module, axis, bias):
             partial = forward(*bound.args, **bound.kwargs)
         return scatter_sum(partial, TOKENS_DIM, axis.group) if axis.sequence_parallel else reduce(partial, axis.group)
 
     wrap_forward(module, experts, Level.REGION)
+
+
+@contextmanager
+def _padded_bias(module: nn.Module, axis: TensorAxis, bias: Sharding | None) -> Iterator[None]:
+    """A context in which ``module`` finds its shard of the bias between zeros, in place of the shard."""
+    if bias is None:
+        yield
+        return
+    ((start, stop),) = bias.ranges[axis.rank]
+    # An attribute of the instance is found before its parameters.
+    vars(module)[DOWN_BIAS] = functional.pad(module.get_parameter(DOWN_BIAS), (start, bias.size - stop))
+    try:
+        yield
+    finally:
+        del vars(module)[DOWN_BIAS]
 
 
 def _enter(tokens: torch.Tensor, axis: TensorAxis) -> torch.Tensor:

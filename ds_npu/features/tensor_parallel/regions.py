@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
@@ -16,7 +15,6 @@ from ds_npu.features.tensor_parallel.adapters import is_at_border, with_adapter
 from ds_npu.features.tensor_parallel.experts import show_all_tokens
 from ds_npu.features.tensor_parallel.role_shards import ROW_ROLES
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.hugging_face_model import config_of, has_setting, logits_index
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
@@ -37,7 +35,7 @@ from ds_npu.parallel.tensor.sequence_shards import SequenceParallel
 REGION_ROLES = (Role.ATTENTION, Role.MLP)
 """Sublayers that are tensor-parallel regions; in an MoE layer, the experts and shared MLPs are regions."""
 SHARDED_IN_REGIONS = (
-    *(role for role, parent in PARENT.items() if parent in REGION_ROLES),
+    *(role for role, parents in PARENT.items() if parents[0] in REGION_ROLES),
     Role.EXPERTS,
     Role.COLUMN,
     Role.ROW,
@@ -45,8 +43,6 @@ SHARDED_IN_REGIONS = (
 SHARDED_ROLES = (*SHARDED_IN_REGIONS, Role.EMBEDDING, Role.HEAD)
 JOINT_ROLES = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
 """Roles of linears that a module calls with the same hidden states."""
-BIASES = {"alibi", "position_bias"}
-"""Arguments of attentions in transformers that are biases of the scores of all heads."""
 LISTS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward of their own."""
 
@@ -54,8 +50,7 @@ LISTS = (nn.ModuleList, nn.ModuleDict)
 def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
     """Raise ValueError for regions that cannot be sharded.
 
-    They hold a module, or take an argument, that needs all heads or columns; or, with sequence parallelism, they stand
-    outside of blocks.
+    They hold a module that needs all heads or columns; or, with sequence parallelism, they stand outside of blocks.
     """
     for name in plan.named(Role.REPLICATED):
         region, module = plan.around(name, *REGION_ROLES), model.get_submodule(name)
@@ -64,17 +59,6 @@ def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None
                 f"{plan.model}: {name} is {Role.REPLICATED} and stands in {region}, whose role is "
                 f"{plan.roles[region]}, where each tensor rank has heads or columns of its own. What to do: give "
                 f"{names.generic(region)} the role {Role.REPLICATED} in ds_npu.plan, which holds for all in it"
-            )
-    for name in plan.named(Role.ATTENTION):
-        module = model.get_submodule(name)
-        settings = config_of(module) or config_of(model) or module
-        has_alibi = attribute(settings, "alibi", object) if has_attribute(settings, "alibi") else True
-        biased = BIASES & inspect.signature(module.forward).parameters.keys()
-        if biased and has_alibi:
-            raise ValueError(
-                f"{plan.model}: {name} is given {min(biased)}, a bias of the scores of all heads (ALiBi), of which "
-                "each tensor rank would need that of its own heads. What to do: ds_npu.parallel.tensor = 1, or give "
-                f"{names.generic(name)} the role {Role.REPLICATED} in ds_npu.plan"
             )
     outside = [f"{name} ({plan.roles[name]})" for name in plan.named(*SHARDED_IN_REGIONS) if plan.block(name) is None]
     if axis.sequence_parallel and outside:
@@ -109,10 +93,12 @@ class Regions:
         """Whether each rank computes a part of the gradient of the whole weights in ``module``."""
         if any(names.is_inside(module, whole) for whole in self._whole):
             return False
-        if self.axis.sequence_parallel and self.plan.block(module) is not None:
+        in_block = self.plan.block(module) is not None or self.plan.of(module) is Role.BLOCK
+        if self.axis.sequence_parallel and in_block:
             return True
         at_border = self.plan.roles.get(module) in (Role.LATENT, *ROW_ROLES) or is_at_border(self.plan, module)
-        return self.plan.around(module, *REGION_ROLES) is not None and not at_border
+        in_region = self.plan.around(module, *REGION_ROLES) is not None or self.plan.of(module) in REGION_ROLES
+        return in_region and not at_border
 
     def changes(self) -> Iterator[Change]:
         """Every change; the parallel layers exist when they are made."""

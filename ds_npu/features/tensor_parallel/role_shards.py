@@ -81,6 +81,21 @@ def _fused(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
     return RoleShards(outputs, _one_behind_the_other(parts), any(part.whole for part in parts))
 
 
+def _fused_by_group(outputs: int, shape: AttentionShape, size: int) -> RoleShards:
+    if shape.kv_heads % size:
+        raise ValueError(f"{size} ranks cannot share its {shape.kv_heads} heads of keys and values evenly")
+    return RoleShards(outputs, _heads(shape.kv_heads, size, outputs // shape.kv_heads))
+
+
+def _norm(width: int, shape: AttentionShape, size: int) -> RoleShards:
+    """The part of a norm over all heads: of queries (and outputs), or of keys."""
+    if width == shape.heads * shape.head_dim or width == shape.heads * shape.value_dim:
+        return _queries(width, shape, size)
+    if shape.kv_heads % size:
+        raise ValueError(f"{size} ranks cannot share its {shape.kv_heads} heads of keys evenly")
+    return _key_value(width, shape, size)
+
+
 def _one_behind_the_other(parts: list[RoleShards]) -> tuple[Ranges, ...]:
     starts = [0, *itertools.accumulate(part.size for part in parts)]
     return tuple(
@@ -112,6 +127,9 @@ BY_HEADS: dict[Role, Callable[[int, AttentionShape, int], RoleShards]] = {
     Role.KEY: _key_value,
     Role.VALUE: _key_value,
     Role.QUERY_KEY_VALUE: _fused,
+    Role.QUERY_KEY_VALUE_BY_GROUP: _fused_by_group,
+    Role.ATTENTION_GATE: _queries,
+    Role.SHARDED_NORM: _norm,
     Role.LATENT_QUERY: _queries,
     Role.LATENT_KEY_VALUE: _queries,
     Role.ATTENTION_OUTPUT: _queries,
@@ -121,6 +139,7 @@ BY_WIDTH: dict[Role, Callable[[int, int], RoleShards]] = {
     Role.UP: even_shards,
     Role.GATE_UP: paired_shards,
     Role.DOWN: even_shards,
+    Role.SHARDED_NORM: even_shards,
     Role.COLUMN: even_shards,
     Role.ROW: even_shards,
     Role.HEAD: _words,
@@ -140,7 +159,7 @@ def role_shards_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dic
     for name, width in widths.items():
         role = plan.roles[name]
         try:
-            if role in BY_HEADS:
+            if role in BY_HEADS and (role not in BY_WIDTH or plan.around(name, Role.ATTENTION)):
                 shards[name] = BY_HEADS[role](width, _shape(plan, name), size)
             else:
                 shards[name] = BY_WIDTH[role](width, size)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change, making
+from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
 from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
@@ -28,18 +29,19 @@ from ds_npu.features.tensor_parallel.adapters import (
     keep_padding,
     with_adapter,
 )
-from ds_npu.features.tensor_parallel.experts import enter_experts
+from ds_npu.features.tensor_parallel.biases import take_own_biases, takes_biases, use_own_numbers
+from ds_npu.features.tensor_parallel.experts import DOWN_BIAS, enter_experts
+from ds_npu.features.tensor_parallel.norms import norm_over_ranks
 from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, check_shardable, wrap
 from ds_npu.features.tensor_parallel.role_shards import (
     ROW_ROLES,
     RoleShards,
     even_shards,
-    paired_shards,
     role_shards_of,
 )
 from ds_npu.features.tensor_parallel.vocabulary import shard_logits
 from ds_npu.models import kinds, names
-from ds_npu.models.attention_modules import local_heads
+from ds_npu.models.attention_modules import HEADS, KEY_VALUE_HEADS, local_heads
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_saving_shards
 from ds_npu.models.hugging_face_model import config_of
@@ -62,6 +64,8 @@ COLUMN_ROLES = (
     Role.KEY,
     Role.VALUE,
     Role.QUERY_KEY_VALUE,
+    Role.QUERY_KEY_VALUE_BY_GROUP,
+    Role.ATTENTION_GATE,
     Role.LATENT_QUERY,
     Role.LATENT_KEY_VALUE,
     Role.GATE,
@@ -69,6 +73,8 @@ COLUMN_ROLES = (
     Role.GATE_UP,
     Role.COLUMN,
 )
+OF_ALL_HEADS = ("split_size", "embed_dim", "d_model_size", "all_head_size")
+"""Attributes in which attentions keep the width of all their heads."""
 SHARDED_MODEL: Mark[ShardedModel] = Mark("sharded model")
 """The sharding of a model."""
 
@@ -136,10 +142,11 @@ class _ModelSharder:
         yield from self._adapters()
         for name, each in {**factor_shards_of(self.plan, shards), **shards}.items():
             yield from self._shard(name, each)
-        for name, (gate_up, down) in experts.items():
-            yield self._keep(name, "gate_up_proj", gate_up.sharding(1))
-            yield self._keep(name, "down_proj", down.sharding(2))
-            yield wrap(name, "tokens enter the region", partial(enter_experts, self.modules[name], self.axis))
+        for name, layout in experts.items():
+            for parameter in layout.names:
+                yield self._keep(name, parameter, layout.column_sharding(parameter, self.axis.size))
+            bias = layout.column_sharding(DOWN_BIAS, self.axis.size) if layout.has_bias else None
+            yield wrap(name, "tokens enter the region", partial(enter_experts, self.modules[name], self.axis, bias))
         for name in self.plan.named(Role.LATENT):
             make = partial(wrap_forward, self.modules[name], enter_by_output, Level.REGION)
             yield wrap(name, "computed before the region", make)
@@ -163,25 +170,29 @@ class _ModelSharder:
         """Outputs of column linears, inputs of row linears, words of embeddings and heads, by module name."""
         return {
             name: module.get_parameter("weight").shape[_dim(module, self.plan.roles[name] not in ROW_ROLES)]
-            for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD)
+            for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD, Role.SHARDED_NORM)
         }
 
-    def _experts(self) -> dict[str, tuple[RoleShards, RoleShards]]:
-        """The shards of experts: (gate and up, down)."""
+    def _experts(self) -> dict[str, ExpertLayout]:
+        """The layout of each module of experts, which the tensor ranks shard by columns."""
         found = {}
         # Experts with an axis of their own are the matter of ds_npu.moe.
-        for name, module in self._of(Role.EXPERTS) if self.topology.size("ep", "etp") == 1 else ():
-            why = "holds its experts in a list" if not kinds.own_shapes(module) else ""
-            why = "holds its experts in weights [E, inputs, outputs]" if kinds.is_transposed(module) else why
-            why = "has an adapter" if with_adapter(name) != name else why
-            if why:
+        mine = list(self._of(Role.EXPERTS)) if self.topology.size("ep", "etp") == 1 else []
+        layouts = expert_layouts(self.model, self.plan) if mine else {}
+        for name, module in mine:
+            layout = layouts.get(name)
+            why = "has an adapter" if with_adapter(name) != name else ""
+            if not isinstance(layout, ExpertLayout):
+                why = "holds its experts in a list"
+            elif set(layout.names) != kinds.own_shapes(module).keys():
+                why = f"has {', '.join(kinds.own_shapes(module))}, of which {', '.join(layout.names)} are known"
+            if why or not isinstance(layout, ExpertLayout):
                 raise ValueError(
                     f"ds_npu.parallel.tensor: found {self.axis.size}; {name} ({type(module).__name__}) {why}. What to "
                     "do: ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role replicated for it in "
                     "ds_npu.plan"
                 )
-            width = module.get_parameter("down_proj").shape[2]
-            found[name] = paired_shards(2 * width, self.axis.size), even_shards(width, self.axis.size)
+            found[name] = layout
         return found
 
     def _keep(self, module: str, parameter: str, sharding: Sharding) -> Change:
@@ -195,6 +206,11 @@ class _ModelSharder:
     def _shard(self, name: str, shards: RoleShards) -> Iterator[Change]:
         layer, module = self.plan.adapted(name) or name, self.modules[name]
         role = self.plan.roles[layer]
+        if role is Role.SHARDED_NORM:
+            make = norm_over_ranks(module, name, shards.size, self.axis)
+            yield self._keep(name, "weight", shards.sharding(0))
+            yield wrap(name, "a norm over the columns of all ranks", make)
+            return
         if role is Role.EMBEDDING:
             check_adoptable(module, self.axis.size)
             yield self._keep(name, "weight", shards.sharding(0))
@@ -272,25 +288,37 @@ class _ModelSharder:
         shape, module = self.plan.attentions[name], self.modules[name]
         local = local_heads(shape, self.axis.size)[self.axis.rank]
         heads, kv_heads = len(local.queries), len(local.key_values)
-        counts = {
-            "num_heads": heads,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "num_key_value_groups": heads // kv_heads,
-            "split_size": heads * shape.head_dim,
-        }
-        for key, count in counts.items():
+        counts = dict.fromkeys(HEADS, heads) | dict.fromkeys(KEY_VALUE_HEADS, kv_heads)
+        of_all = (*OF_ALL_HEADS, "hidden_size") if type(module).__name__ == "DbrxAttention" else OF_ALL_HEADS
+        counts |= dict.fromkeys(of_all, heads * shape.head_dim) | {"kv_dim": kv_heads * shape.head_dim}
+        for key, count in (counts | {"num_key_value_groups": heads // kv_heads}).items():
             if attribute(module, key, int) not in (None, count):
                 yield Change("sets", name, key, partial(set_attribute, module, key, count))
+        if takes_biases(module):
+            make = partial(take_own_biases, module, shape.heads, local.queries)
+            yield wrap(name, "biases of its own heads", make)
+        by_head = [parameter for parameter, sizes in kinds.own_shapes(module).items() if sizes == (shape.heads,)]
+        for parameter in by_head:
+            yield self._keep(name, parameter, even_shards(shape.heads, self.axis.size).sharding(0))
+        if by_head:
+            yield wrap(name, "numbers of its own heads", partial(use_own_numbers, module, by_head))
         if config_of(module) is not None and self.plan.inside(name, Role.QUERY_KEY_VALUE):
             yield Change("sets", name, "config", partial(_give_own_config, module, heads, kv_heads))
+
+    @cached_property
+    def hidden(self) -> tuple[int, ...]:
+        """The shape of one hidden state: the outputs of the first linear back to it; empty where there is none."""
+        rows = (module for _, module in self._of(Role.ATTENTION_OUTPUT, Role.DOWN))
+        return next(((kinds.sizes(each)[1],) for each in rows), ())
 
     def _sum_partial_gradients(self) -> Iterator[Change]:
         """Sum over the ranks the gradients of whole weights that each rank uses for its heads or sequence shard."""
         for name, parameter in self.model.named_parameters():
             layer = self.plan.adapted(names.parent(name)) or names.parent(name)
             of_experts = self.plan.of(layer) is Role.EXPERTS or self.plan.around(layer, Role.EXPERTS) is not None
-            whole = name not in self.sharded and not of_experts
+            # GPT-NeoX-Japanese adds a bias behind the output, where results are those of all ranks.
+            behind = self.plan.of(names.parent(name)) in REGION_ROLES and parameter.shape == self.hidden
+            whole = name not in self.sharded and not of_experts and not behind
             if whole and self.regions.is_partial(names.parent(name)):
                 make = partial(sum_gradient, parameter, self.axis.group)
                 yield Change("hooks", name, "the gradient is summed over tp", make)

@@ -63,7 +63,8 @@ def context_attention(
     ``tokens`` the ranks have equal numbers, by ``shard_evenly`` (contiguous with Ulysses, zigzag with a ring), in
     layout TND by ``shard_documents`` of the mask's documents. ``options.mask`` is of the whole sequence: its bounds, or
     a ``dense`` one [..., S, S]; attention never crosses ``tokens.documents``. Accumulates in float32 (float64 for
-    float64). Raises ValueError where sizes, mask and tokens do not match.
+    float64). ``options.sinks`` are the same on every rank, and their
+    gradient is that of this rank's rows. Raises ValueError where sizes, mask and tokens do not match.
     """
     options = options or Options()
     given = [x.sent if isinstance(x, PostedTensor) else x for x in (q, k, v)]
@@ -85,7 +86,8 @@ def context_attention(
     sent = (views[1].detach(), views[2].detach())
     source = KeyValueSource(sent, receive_again) if local.repeats_all_to_all else None
     own = (local.join_samples(key), local.join_samples(value))
-    out = blockwise_attention(local.join_samples(query), own, local, source)
+    of_heads = None if options.sinks is None else options.sinks[plan.query_heads.start : plan.query_heads.stop]
+    out = blockwise_attention(local.join_samples(query), own, local, source, of_heads)
     out = post_to_tokens(local.separate_samples(out), plan.query).wait()
     return laid_out(out.transpose(1, 2), options.layout)
 
@@ -138,4 +140,4 @@ def _local_attention(
         mask = Mask(dense=mask.dense[..., heads.start : heads.stop, :, :])
     scale = float(width**-0.5) if options.scale is None else options.scale
     mask = replace(mask, ends_q=(), ends_k=())
-    return LocalAttention(axis, tokens, mask, scale, options.dropout_p, plan.key_head_indices)
+    return LocalAttention(axis, tokens, mask, scale, options.dropout_p, plan.key_head_indices, options.softcap)

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ds_npu.ops.attention import Dropout, Inputs, Result, attention_backward, attention_forward
+from ds_npu.ops.attention.sinks import gradient_of_sinks, merge_sinks
 from ds_npu.ops.autograd import Context, applied
 from ds_npu.parallel.context.kernel_calls import KernelCall
 from ds_npu.parallel.context.local_attention import LocalAttention
@@ -34,14 +35,19 @@ class KeyValueSource(NamedTuple):
 
 
 def blockwise_attention(
-    q: torch.Tensor, kv: Block, local: LocalAttention, source: KeyValueSource | None = None
+    q: torch.Tensor,
+    kv: Block,
+    local: LocalAttention,
+    source: KeyValueSource | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Out [B, S, N, D] of the rows q [B, S, N, D] of ``local``, whose own keys and values are ``kv``.
 
+    ``sinks`` [N] are merged once, behind the last block: their gradient is that of this rank's rows and heads.
     Backward receives the keys and values again that ``local`` does not keep: from other ring ranks, or from ``source``.
     """
     receive = None if source is None else source.receive
-    return _apply(local, receive, q, *kv, *(() if source is None else source.sent))
+    return _apply(local, receive, sinks, q, *kv, *(() if source is None else source.sent))
 
 
 class _AttentionContext(Context):
@@ -56,11 +62,11 @@ class _BlockwiseAttention(torch.autograd.Function):
         ctx: _AttentionContext,
         local: LocalAttention,
         receive: Receive | None,
+        sinks: torch.Tensor | None,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *sent: torch.Tensor,
+        *keys_and_values: torch.Tensor,
     ) -> torch.Tensor:
+        k, v, *sent = keys_and_values
         ctx.local, ctx.receive, ctx.dropouts, kept = local, receive, [], []
         softmax = OnlineSoftmax(q.shape[1])
         # Autocast must not round float32 computations.
@@ -71,14 +77,16 @@ class _BlockwiseAttention(torch.autograd.Function):
                 ctx.dropouts.append([_attend(softmax, q, block, call, local) for call in calls])
                 del block  # before a further one is received
             out, lse = softmax.result(q, v.shape[3])
+            if sinks is not None:
+                out, lse = merge_sinks(out, lse, sinks, "BSND")
         own = (*(k, v)[: local.cached], *sent[local.cached :]) if sent else (k, v)
-        ctx.save_for_backward(q, *own, out, lse, *kept)
+        ctx.save_for_backward(q, *own, out, lse, sinks, *kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _AttentionContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
         own: Block = (k, v)
         if ctx.receive is not None:
             posted = [ctx.receive(x) for x in own[ctx.local.cached :]]
@@ -87,7 +95,8 @@ class _BlockwiseAttention(torch.autograd.Function):
             rows = _Rows(ctx.local, gradients[0], q, out, lse, GradientSum(q, q.shape[1]))
             of_keys = _backward(rows, own, kept, ctx.dropouts)
             found = [x.to(like.dtype) for x, like in zip((rows.dq.total(), *of_keys), (q, *own), strict=True)]
-        return None, None, *found, *(None for _ in range(len(ctx.needs_input_grad) - 5))
+            of_sinks = None if sinks is None else gradient_of_sinks(gradients[0], out, lse, sinks, "BSND")
+        return None, None, of_sinks, *found, *(None for _ in range(len(ctx.needs_input_grad) - 6))
 
 
 _apply = applied(_BlockwiseAttention, _BlockwiseAttention.forward)

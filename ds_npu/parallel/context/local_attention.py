@@ -34,6 +34,7 @@ class LocalAttention:
     scale: float
     dropout_p: float
     key_head_indices: tuple[int, ...] | None = None
+    softcap: float | None = None
 
     def join_samples(self, x: torch.Tensor) -> torch.Tensor:
         """[1, samples * S, N, D] where samples are sharded differently: they are then one sequence."""
@@ -111,7 +112,7 @@ class LocalAttention:
         return [x.clone() if self.cached == 1 else x for x in block[: self.cached]]
 
     def options(self, call: KernelCall) -> Options:
-        return Options(call.layout, call.mask, self.scale, self.dropout_p)
+        return Options(call.layout, call.mask, self.scale, self.dropout_p, softcap=self.softcap)
 
 
 @functools.lru_cache(maxsize=64)

@@ -88,17 +88,30 @@ def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
     )
 
 
+RETURN_TUPLES = {
+    *(
+        "BambaDecoderLayer",
+        "BloomBlock",
+        "CodeGenBlock",
+        "FalconDecoderLayer",
+        "FalconH1DecoderLayer",
+        "GPTJBlock",
+        "GPTNeoBlock",
+    ),
+    *("GPTNeoXJapaneseLayer", "MptBlock"),
+}
+"""Classes of transformers' blocks that return hidden states and attention weights; their models use the first only."""
 TIED_APART = TensorAttribute[bool]("ds_npu_tied_apart")
 """Marks a weight that embedding and head share, where this rank has only one of the two."""
 BORDER_STATES: Fact[BorderStates] = Fact(while_running=True)
 
 
 class AbsentWeight(nn.Module):
-    """Stand-in for a weight of another stage that has its ``device`` only, to which models move their tokens."""
+    """Stand-in for a weight of another stage that has its ``device`` and ``dtype`` only, which models cast to."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, like: torch.Tensor) -> None:
         super().__init__()
-        self.device = device
+        self.device, self.dtype = like.device, like.dtype
 
 
 class PassThrough(nn.Module):
@@ -127,9 +140,14 @@ class PassThrough(nn.Module):
         }
         self.absent_names = tuple(inner for inner, _ in absent.named_modules(prefix=name))
         self.first_parameter = first_parameter_name(absent)
+        self.returns_tuple = type(absent).__name__ in RETURN_TUPLES
         self.train(absent.training)
 
-    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor | tuple[torch.Tensor, None]:
+        x = self._passed(*args, **kwargs)
+        return (x, None) if self.returns_tuple else x
+
+    def _passed(self, *args: object, **kwargs: object) -> torch.Tensor:
         micro_batch = running()
         states = BORDER_STATES.of(micro_batch)
         if micro_batch is None or states is None:
@@ -174,8 +192,9 @@ class PassThrough(nn.Module):
             return super().__getattr__(name)
         except AttributeError as error:
             states = BORDER_STATES.of(running())
-            if name in self.weights and states is not None and states.arrived is not None:
-                return AbsentWeight(states.arrived.device)
+            hidden = None if states is None else states.leaving if states.arrived is None else states.arrived
+            if name in self.weights and hidden is not None:
+                return AbsentWeight(hidden)
             raise AttributeError(
                 f"{self.whose} is in another stage, and its {name} is not known in this one"
             ) from error
@@ -185,10 +204,11 @@ class PassThrough(nn.Module):
 
 
 def follow_block(block: nn.Module, name: str) -> None:
-    """Count the forwards of a ``block`` of this stage; raise TypeError if it returns more than hidden states."""
+    """Count the forwards of a ``block`` of this stage; raise TypeError if it returns more than is known of it."""
 
     def follow(module: nn.Module, args: object, out: object) -> None:
-        if not isinstance(out, torch.Tensor):
+        is_known = isinstance(out, tuple) and type(module).__name__ in RETURN_TUPLES
+        if not isinstance(out, torch.Tensor) and not is_known:
             raise TypeError(
                 f"{name} ({type(module).__name__}) returns a {type(out).__name__}: only a model whose blocks return "
                 "hidden states, and nothing else, can be cut into stages"

@@ -11,6 +11,7 @@ one collective. Any other operation on it uses hidden states that have entered t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -46,6 +47,10 @@ SHAPE_ONLY: set[Operation] = {
     *(tensor_property(name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
 }
 """Operations on a RegionInput that do not make it enter the region."""
+
+
+RESIDUAL = "residual"
+"""The parameter of an attention or MLP for what it adds to its output."""
 
 
 class RegionInput(torch.Tensor):
@@ -138,6 +143,7 @@ def make_region(
     It runs in ``random_numbers``. With ``sequences`` its hidden states are sequence shards.
     """
     name, who = first_parameter_name(module), type(module).__name__
+    parameters = list(inspect.signature(module.forward).parameters)
 
     def enter(x: torch.Tensor, keywords: Keywords) -> RegionInput:
         if sequences is None:
@@ -146,7 +152,16 @@ def make_region(
         return RegionInput.of(x, axis, sequences.of(x, keywords))
 
     def region(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = replace_first_argument(name, lambda x: enter(x, kwargs), args, kwargs)
+        given = _argument(name, args, kwargs)
+        entered = enter(given, kwargs)
+
+        def also(parameter: str, x: Any) -> Any:
+            # The same hidden states as keys and values (CTRL); a residual is added behind the region (BLOOM).
+            return entered if x is given and parameter != RESIDUAL else x
+
+        known = tuple(also(*each) for each in zip(parameters, args, strict=False))
+        args = (*known, *args[len(known) :])
+        kwargs = {key: also(key, value) for key, value in kwargs.items()}
         with random_numbers(), region_scope():
             return forward(*args, **kwargs)
 

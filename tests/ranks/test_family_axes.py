@@ -1,0 +1,37 @@
+"""Each decoder on the list over tensor ranks, context ranks and stages: what docs/models.md says of it."""
+
+from __future__ import annotations
+
+import json
+
+import family_axes
+import family_page
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+CORNERS = ("olmo2", "gpt_oss", "bloom", "ctrl")
+"""A norm over all heads; sinks and interleaved experts with biases; ALiBi; three hidden states for one attention."""
+KINDS = [*CORNERS, *(kind for kind in family_axes.decoders() if kind not in CORNERS)]
+
+
+def test_every_class_is_on_the_list_or_left_out_for_a_reason():
+    found = json.loads(family_axes.LIST.read_text())
+    assert found["decoders"].keys() | found["left_out"].keys() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert not found["decoders"].keys() & found["left_out"].keys()
+    assert len(set(found["decoders"].values())) == len(found["decoders"]) and all(found["left_out"].values())
+
+
+def test_the_page_is_what_was_found():
+    assert family_page.PAGE.read_text() == family_page.page(), "python tests/support/family_page.py"
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_is_what_the_page_says(kind):
+    recorded = json.loads(family_page.OUTCOMES.read_text())["outcomes"][kind]
+    found = family_axes.tried(kind, list(family_axes.AXES))
+    assert {axis: family_page.status(each) for axis, each in found.items()} == {
+        axis: family_page.status(recorded[axis]) for axis in family_axes.AXES
+    }, found
+    assert not [each for each in found.values() if each.startswith(("wrong", "error"))], found

@@ -1,0 +1,92 @@
+"""The table of families in docs/models.md, from ``family_outcomes.json``, which ``family_axes`` writes.
+
+    python tests/support/family_page.py
+
+puts it between its two marks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from family_axes import AXES, LIST, decoders
+
+OUTCOMES = Path(__file__).parent / "family_outcomes.json"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN = "<!-- The table is made by tests/support/family_page.py. -->"
+END = "<!-- The table ends here. -->"
+REASONS = {
+    "layers with a state or a convolution": r"has (layers with a state|linear_attention|.*conv|hybrid)",
+    "sparse or compressed attention": r"has (indexed_attention|heavily|.*compressed|sparse)",
+    "chunked attention": r"has chunked_attention",
+    "attention that transformers cannot exchange": r"computes its attention itself",
+    "no stack of blocks with an attention in each": r"no stack of blocks|no one stack|0 blocks for",
+    "blocks that return more than hidden states": r"returns a (tuple|list)",
+    "a part that no stage is known to hold": r"nothing says which pipeline stage",
+    "parts without a role": r"nothing says what it is|whose order is not known",
+    "a part that may go from token to token": r"nothing says that it works on each token",
+    "sizes that are not those of its heads": r"mistakes? in the plan",
+}
+
+
+def status(outcome: str) -> str:
+    """The word of a cell: ``yes``, ``partly``, ``no``, or ``not tried``."""
+    kind = outcome.partition(":")[0]
+    return {"yes": "yes", "partly": "partly", "not built": "not tried"}.get(kind, "no")
+
+
+def reason(outcome: str) -> str:
+    """Why the cell is no, in few words."""
+    kind, _, text = outcome.partition(": ")
+    if kind == "partly":
+        return f"whole on each rank: {text.removeprefix('not sharded ')}"
+    if kind == "not built":
+        return "no tiny model was made"
+    found = [words for words, pattern in REASONS.items() if re.search(pattern, text)]
+    return found[0] if found else re.sub(r"^\w+: ", "", text.removeprefix("at the first step, "))[:90]
+
+
+def counts(outcomes: dict[str, dict[str, str]]) -> dict[str, int]:
+    """How many families each axis shards."""
+    return {axis: sum(each.get(axis) == "yes" for each in outcomes.values()) for axis in AXES}
+
+
+def table() -> str:
+    """The page's lines between the marks."""
+    found = json.loads(OUTCOMES.read_text())
+    outcomes: dict[str, dict[str, str]] = found["outcomes"]
+    commits = ", ".join(sorted({each["commit"] for each in outcomes.values()}))
+    classes, total = decoders(), len(decoders())
+    numbers = ", ".join(f"{axis} {count} ({100 * count / total:.0f} %)" for axis, count in counts(outcomes).items())
+    release = json.loads(LIST.read_text())["transformers"]
+    lines = [
+        f"Tried at commit {commits} with transformers {release}, of {total} decoders: {numbers}.",
+        "",
+        f"| family | class | {' | '.join(AXES)} |",
+        f"|---|---|{'---|' * len(AXES)}",
+    ]
+    for kind, name in classes.items():
+        cells = [status(outcomes.get(kind, {}).get(axis, "not built")) for axis in AXES]
+        lines.append(f"| {kind} | {name} | {' | '.join(cells)} |")
+    for axis in AXES:
+        reasons: dict[str, list[str]] = {}
+        for kind in classes:
+            outcome = outcomes.get(kind, {}).get(axis, "not built: ")
+            if outcome != "yes":
+                reasons.setdefault(reason(outcome), []).append(kind)
+        lines += ["", f"Not yes of {axis}, and why:", ""]
+        by_number = sorted(reasons.items(), key=lambda each: -len(each[1]))
+        lines += [f"- {why}: {', '.join(kinds)}" for why, kinds in by_number]
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The whole page with the table."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

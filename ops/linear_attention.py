@@ -65,7 +65,7 @@ class StateMap:
 
 def carried(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """M S, for M a matrix or a number for each head."""
-    return transition * state if transition.shape[-1] == 1 < state.shape[-2] else transition @ state
+    return transition * state if transition.shape[-1] == 1 else transition @ state
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ds_npu.models import kinds, names
 from ds_npu.models.attention_modules import configured
 from ds_npu.models.draft import Draft
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model
+from ds_npu.models.linear_attention import linear_attention_of
 from ds_npu.models.tree import Tree
 from ds_npu.parallel.expert.weights import is_experts
 
@@ -44,6 +45,8 @@ IN_MLP: dict[str, Role] = {
     "c_proj": Role.DOWN,
     "fc2": Role.DOWN,
 }
+IN_LINEAR_ATTENTION = {"in": Role.LINEAR_ATTENTION_INPUT, "out": Role.LINEAR_ATTENTION_OUTPUT}
+"""By the begin of a linear's name, before ``_proj``; its other modules are its convolution and its norm."""
 POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 
 STYLES: dict[str, tuple[Role, ...]] = {
@@ -115,11 +118,14 @@ class _Assignment:
     def is_stack(self, name: str) -> bool:
         """Whether ``name`` is a list of blocks, which are modules with attentions."""
         blocks = self.tree.within(name).values()
-        with_attention = (any(self.is_attention(each) for each in self.tree.within(block).values()) for block in blocks)
+        with_attention = (any(self.mixes_tokens(each) for each in self.tree.within(block).values()) for block in blocks)
         return isinstance(self.tree.module(name), nn.ModuleList) and any(with_attention)
 
     def is_attention(self, name: str) -> bool:
         return "Attention" in type(self.tree.module(name)).__name__ and bool(self.tree.within(name))
+
+    def mixes_tokens(self, name: str) -> bool:
+        return self.is_attention(name) or linear_attention_of(self.tree.module(name)) is not None
 
     def outside(self) -> None:
         """Assign the head; replicate all else around the language part (a vision tower, a score)."""
@@ -158,6 +164,11 @@ class _Assignment:
             if self.is_attention(name):
                 self.assign(name, Role.ATTENTION)
                 self.in_attention(name)
+            elif linear_attention_of(self.tree.module(name)) is not None:
+                self.assign(name, Role.LINEAR_ATTENTION)
+                for attribute, part in self.tree.within(name).items():
+                    kind = attribute.partition("_proj")[0]
+                    self.assign(part, IN_LINEAR_ATTENTION.get(kind, Role.LINEAR_ATTENTION_PART))
             elif kinds.is_norm(self.tree.module(name)):
                 self.assign(name, Role.NORM)
             else:

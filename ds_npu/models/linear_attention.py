@@ -8,7 +8,6 @@ from enum import Enum
 
 from torch import nn
 
-from ds_npu.models import kinds
 from ds_npu.models.attributes import attribute
 
 GATED_DELTA = re.compile(r"^Qwen3(Next|_5|_5Moe)GatedDeltaNet$")
@@ -43,12 +42,11 @@ def misfits(layer: nn.Module) -> Iterator[str]:
     """Yield why ds_npu does not compute ``layer``, in words that follow its name."""
     for name, part in layer.named_children():
         if not PARTS.match(name):
-            yield f"holds {name} ({kinds.described(part)}), and nothing says what it computes"
+            yield f"holds {name} ({type(part).__name__}), and nothing says what it computes"
     convolution = layer.get_submodule("conv1d")
     if type(convolution) is not nn.Conv1d:
         yield f"holds a {type(convolution).__name__} in the place of its convolution"
     if attribute(layer, "activation", str) not in ("silu", "swish"):
         yield f"has the activation {attribute(layer, 'activation', object)}: silu is computed"
-    is_state_space = linear_attention_of(layer) is LinearAttention.MAMBA_2
-    if is_state_space and "bias" in kinds.own_shapes(layer.get_submodule("in_proj")):
+    if linear_attention_of(layer) is LinearAttention.MAMBA_2 and attribute(layer, "use_bias", bool):
         yield "has a bias in in_proj, which padding adds to what its convolution sees"

@@ -369,8 +369,9 @@ outputs, not 40
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"model.layers.*.mlp.extra": "<role>"}}
 Roles: block, attention, query, key, value, query_key_value, attention_output, latent, latent_query, latent_key_value, \
-head_norm, mlp, gate, up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, \
-position_embedding, head, column, row, replicated, lora_a, lora_b
+linear_attention, linear_attention_input, linear_attention_output, linear_attention_part, head_norm, mlp, gate, up, \
+gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, row, \
+replicated, lora_a, lora_b
 Of a weight that holds several parts, the role says the order:
   query_key_value: all heads' queries, then all keys, then all values along its output; not head by head, as in \
 GPT-NeoX, BLOOM and Falcon

@@ -15,8 +15,9 @@ from ds_npu.models.plan import AttentionShape, PlanError
 
 ROLES = (
     "block, attention, query, key, value, query_key_value, attention_output, latent, latent_query, latent_key_value, "
-    "head_norm, mlp, gate, up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, "
-    "position_embedding, head, column, row, replicated, lora_a, lora_b"
+    "linear_attention, linear_attention_input, linear_attention_output, linear_attention_part, head_norm, mlp, gate, "
+    "up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, "
+    "row, replicated, lora_a, lora_b"
 )
 
 

@@ -33,6 +33,13 @@ class Role(str, Enum):
     """The up projection from a latent to queries, sharded by heads."""
     LATENT_KEY_VALUE = "latent_key_value"
     """The up projection from a latent to keys (without rotary part) and values, by heads, in the order of ORDER."""
+    LINEAR_ATTENTION = "linear_attention"
+    """A layer of linear attention of transformers (gated delta net, Mamba 2); its own weights are sharded by heads."""
+    LINEAR_ATTENTION_INPUT = "linear_attention_input"
+    LINEAR_ATTENTION_OUTPUT = "linear_attention_output"
+    """The linears into it and out of it, sharded by heads."""
+    LINEAR_ATTENTION_PART = "linear_attention_part"
+    """Its convolution and its norm, sharded by heads where they have weights of each."""
     HEAD_NORM = "head_norm"
     """A norm inside of attention, over one head or over a latent; not sharded."""
     INDEXER = "indexer"
@@ -98,6 +105,9 @@ PARENT: dict[Role, tuple[Role, ...]] = {
     Role.LATENT_KEY_VALUE: (Role.ATTENTION,),
     Role.HEAD_NORM: (Role.ATTENTION,),
     Role.INDEXER: (Role.ATTENTION,),
+    Role.LINEAR_ATTENTION_INPUT: (Role.LINEAR_ATTENTION,),
+    Role.LINEAR_ATTENTION_OUTPUT: (Role.LINEAR_ATTENTION,),
+    Role.LINEAR_ATTENTION_PART: (Role.LINEAR_ATTENTION,),
     Role.SHARDED_NORM: (Role.ATTENTION, Role.MLP),
     Role.POINTWISE: (Role.MLP,),
     Role.GATE: (Role.MLP,),

@@ -19,6 +19,7 @@ from ds_npu.models.attributes import has_attribute
 from ds_npu.models.draft import Draft
 from ds_npu.models.feed_forward_roles import GATES_FIRST, IN_MLP, mlp_roles, pair_roles
 from ds_npu.models.hugging_face_model import HuggingFaceConfig, HuggingFaceModel, hugging_face_model, setting
+from ds_npu.models.linear_attention import linear_attention_of
 from ds_npu.models.tree import Tree
 from ds_npu.parallel.expert.weights import is_experts
 
@@ -56,6 +57,8 @@ FUSED_ORDERS: dict[str, Role] = {
     "DbrxAttention": Role.QUERY_KEY_VALUE,
 }
 """The order inside of the fused linear of attentions of transformers, by class; with one head of keys all are alike."""
+IN_LINEAR_ATTENTION = {"in": Role.LINEAR_ATTENTION_INPUT, "out": Role.LINEAR_ATTENTION_OUTPUT}
+"""By the begin of a linear's name, before ``_proj``; its other modules are its convolution and its norm."""
 POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 STYLES: dict[str, tuple[Role, ...]] = {
@@ -142,11 +145,14 @@ class _Assignment:
     def is_stack(self, name: str) -> bool:
         """Whether ``name`` is a list of blocks, which are modules with attentions."""
         blocks = self.tree.within(name).values()
-        with_attention = (any(self.is_attention(each) for each in self.tree.within(block).values()) for block in blocks)
+        with_attention = (any(self.mixes_tokens(each) for each in self.tree.within(block).values()) for block in blocks)
         return isinstance(self.tree.module(name), nn.ModuleList) and any(with_attention)
 
     def is_attention(self, name: str) -> bool:
         return "Attention" in type(self.tree.module(name)).__name__ and bool(self.tree.within(name))
+
+    def mixes_tokens(self, name: str) -> bool:
+        return self.is_attention(name) or linear_attention_of(self.tree.module(name)) is not None
 
     def outside(self) -> None:
         """Assign the head; replicate all else around the language part (a vision tower, a score)."""
@@ -183,7 +189,7 @@ class _Assignment:
 
     def replicate_others(self) -> None:
         """Replicate what nothing else was said of, outside of attentions and MLPs: hidden states are whole there."""
-        whole = (Role.ATTENTION, Role.MLP, Role.EXPERTS)
+        whole = (Role.ATTENTION, Role.LINEAR_ATTENTION, Role.MLP, Role.EXPERTS)
         regions = [name for name, reals in self.tree.reals.items() if self.draft.roles.get(reals[-1]) in whole]
         for name, reals in self.tree.reals.items() if regions else ():
             inside = names.is_inside(name, self.decoder) and not any(names.is_inside(name, each) for each in regions)
@@ -203,6 +209,11 @@ class _Assignment:
             elif self.is_attention(name):
                 self.assign(name, Role.ATTENTION)
                 self.in_attention(name)
+            elif linear_attention_of(self.tree.module(name)) is not None:
+                self.assign(name, Role.LINEAR_ATTENTION)
+                for attribute, part in self.tree.within(name).items():
+                    kind = attribute.partition("_proj")[0]
+                    self.assign(part, IN_LINEAR_ATTENTION.get(kind, Role.LINEAR_ATTENTION_PART))
             elif kinds.is_norm(self.tree.module(name)):
                 self.assign(name, Role.NORM)
             else:

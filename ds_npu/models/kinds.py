@@ -7,6 +7,7 @@ import re
 from torch import nn
 
 from ds_npu.config.roles import STRUCTURAL, Role
+from ds_npu.models.linear_attention import linear_attention_of
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.expert.weights import is_experts
 from ds_npu.parallel.pipeline.pass_through import PassThrough
@@ -98,16 +99,25 @@ def sizes(module: nn.Module) -> tuple[int, int]:
     return weight[1 - out], weight[out]
 
 
+def _misfit_of_holder(role: Role, module: nn.Module) -> str | None:
+    if role is Role.LINEAR_ATTENTION_PART:
+        return None if own_shapes(module) else f"{role} is for a convolution or a norm, which has weights"
+    if role is Role.LINEAR_ATTENTION:
+        known = linear_attention_of(module) is not None
+        return None if known else f"{role} is for a gated delta net or a Mamba 2 of transformers"
+    if any(len(shape) > 1 for shape in own_shapes(module).values()):
+        return f"{role} is for a module without matrices of its own: put them into modules inside of it"
+    return None if any(True for _ in module.children()) else f"{role} is for a module that holds others"
+
+
 def misfit(role: Role, module: nn.Module) -> str | None:
     """Why ``module`` cannot have ``role``; None where it can."""
     shapes = own_shapes(module).values()
     dims = {len(shape) for shape in shapes}
     if role in (Role.REPLICATED, Role.ROTARY, Role.INDEXER):
         return None
-    if role in (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE):
-        if dims - {0, 1}:
-            return f"{role} is for a module without matrices of its own: put them into modules inside of it"
-        return None if any(True for _ in module.children()) else f"{role} is for a module that holds others"
+    if role in (*STRUCTURAL, Role.LINEAR_ATTENTION, Role.LINEAR_ATTENTION_PART):
+        return _misfit_of_holder(role, module)
     if role in (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM, Role.SHARDED_NORM, Role.POINTWISE):
         # Learned numbers of an activation may have no dim.
         what = "an activation" if role is Role.POINTWISE else "a norm"

@@ -9,7 +9,7 @@ from ds_npu.config.roles import Role
 from ds_npu.log import aligned
 from ds_npu.models import names
 
-SUBLAYERS = (Role.ATTENTION, Role.MLP, Role.MOE)
+SUBLAYERS = (Role.ATTENTION, Role.LINEAR_ATTENTION, Role.MLP, Role.MOE)
 """Parts of a block that each compute on hidden states and return them (Vaswani et al. 2017 call them so)."""
 
 

@@ -67,6 +67,7 @@ def drawn(seed: int) -> None:
         torch.randn(rows, n, dtype=dtype),
     )
     layers(draw, dtype)
+    convolution(draw, dtype)
     attention(draw)
 
 
@@ -94,6 +95,23 @@ def layers(draw: random.Random, dtype: torch.dtype) -> None:
     tell(
         "aclnnGroupedMatmulV5", flop=of_whole_groups, bytes=cost.read_bytes + cost.written_bytes, arithmetic=arithmetic
     )
+
+
+def convolution(draw: random.Random, dtype: torch.dtype) -> None:
+    groups, width, length = draw.randint(1, 4), draw.randint(1, 5), draw.randint(16, 200)
+    ins, outs = groups * draw.randint(1, 40), groups * draw.randint(1, 40)
+    x = torch.randn(2, ins, length, dtype=dtype).npu().requires_grad_()
+    weight = torch.randn(outs, ins // groups, width, dtype=dtype).npu().requires_grad_()
+    y = torch.nn.functional.conv1d(x, weight, padding=width - 1, groups=groups)
+    machine, inner = machine_of(torch.npu.get_device_name()), ins // groups * width
+    rows, moved = y.numel() // outs, sum(each.numel() * each.itemsize for each in (x, weight, y))
+    flop = 2 * y.numel() * inner
+    arithmetic = machine.product_seconds(rows, outs // groups, inner, y.itemsize, groups)
+    tell("aclnnConvolution", flop=flop, bytes=moved, arithmetic=arithmetic)
+    torch.autograd.grad(y, (x, weight), y.detach())
+    moved += (x.numel() + weight.numel()) * y.itemsize
+    arithmetic = machine.product_seconds(rows, outs // groups, inner, y.itemsize, 2 * groups)
+    tell("aclnnConvolutionBackward", flop=2 * flop, bytes=moved, arithmetic=arithmetic)
 
 
 def attention(draw: random.Random) -> None:

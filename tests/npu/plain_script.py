@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+import convolving_models
 import deepspeed
 import gradient_rule as rule
 import ranks
@@ -53,19 +54,28 @@ def pipeline(args: argparse.Namespace) -> list[float]:
     return [engine.train_batch(batches).item() for _ in range(STEPS)]
 
 
-def trained(args: argparse.Namespace, model: torch.nn.Module) -> list[float]:
+def convolving(args: argparse.Namespace) -> list[float]:
+    """Train each family with convolutions, one after the other."""
+    return [loss for family in convolving_models.FAMILIES for loss in trained(args, *convolving_models.made(family))]
+
+
+def trained(
+    args: argparse.Namespace, model: torch.nn.Module, batch: dict[str, torch.Tensor] | None = None
+) -> list[float]:
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
-    batch = tiny_models.tokens(2, 16).to(engine.device)
+    tokens = tiny_models.tokens(2, 16)
+    batch = batch or {"input_ids": tokens, "labels": tokens}
+    batch = {name: value.to(engine.device) for name, value in batch.items()}
     losses = []
     for _ in range(STEPS):
-        loss = engine(input_ids=batch, labels=batch).loss
+        loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses
 
 
-ROADS = {each.__name__: each for each in (tutorial, zero_init, from_pretrained, pipeline)}
+ROADS = {each.__name__: each for each in (tutorial, zero_init, from_pretrained, pipeline, convolving)}
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def test_python_and_the_simulator_compute_the_same(soc, seeds, tmp_path):
     done = simulated.sim(*command, sys.executable, "tests/npu/operator_accounts.py", *seeds, timeout=300)
     said = [json.loads(line) for line in simulated.printed(done)]
     traced, machine = accounts(tmp_path), MACHINES["A3" if soc.startswith("910_") else soc]
-    assert len(said) == 19 * len(seeds)
+    assert len(said) == 21 * len(seeds)
     for each in said:
         found = next(traced[each["name"]])
         moved = found["read"] + found["written"]

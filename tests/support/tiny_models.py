@@ -115,7 +115,24 @@ SHARED_EXPERTS: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 """Beside DeepSeek-V3 families with shared experts and a dense first layer."""
-ALL = OF_EXPERTS | SCALED | SHARED_EXPERTS
+DELTA_NET = {
+    **{"head_dim": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 3},
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+LINEAR_ATTENTION: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        SPARSE | DELTA_NET | {"shared_expert_intermediate_size": 16},
+    ),
+    "qwen3_5": ("Qwen3_5ForCausalLM", DELTA_NET),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6, "chunk_size": 4, "expand": 2},
+    ),
+}
+"""Families with layers of linear attention: hybrids, and one without any other attention."""
+ALL = OF_EXPERTS | SCALED | SHARED_EXPERTS | LINEAR_ATTENTION
 
 
 def config_of(family: str, **changes: object) -> transformers.PretrainedConfig:

@@ -386,7 +386,8 @@ outputs, not 40
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"model.layers.*.mlp.extra": "<role>"}}
 Roles: block, attention, query, key, value, query_key_value, query_key_value_by_group, attention_gate, \
-attention_output, latent, latent_query, latent_key_value, head_norm, indexer, sharded_norm, pointwise, mlp, gate, up, \
+attention_output, latent, latent_query, latent_key_value, linear_attention, linear_attention_input, \
+linear_attention_output, linear_attention_part, head_norm, indexer, sharded_norm, pointwise, mlp, gate, up, \
 gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, row, \
 replicated, lora_a, lora_b
 Of a weight that holds several parts, the role says the order:

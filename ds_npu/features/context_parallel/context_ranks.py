@@ -17,6 +17,7 @@ from ds_npu.features.context_parallel.sharded_sequences import (
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.log import logger, warn_once
 from ds_npu.models.hugging_face_model import hugging_face_model
+from ds_npu.models.linear_attention import linear_attentions
 from ds_npu.planner.context_choice import algorithm_text, choose_for
 from ds_npu.planner.context_cost import Layer
 
@@ -65,6 +66,9 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
     if shape is None:
         if len(found) == 1:
             return found[0]
+        if section.algorithm is None and linear_attentions(build.model):
+            # States pass from rank to rank fewest times where each rank's tokens are consecutive.
+            return ContextAlgorithm(degrees.cp)
         names = ", ".join(sorted({each.name for each in found}))
         accepted = f"keys that leave one of {names}: nothing says how many heads {plan.model} has"
         raise ConfigError([Problem(ALGORITHM, section.algorithm, accepted)])

@@ -116,7 +116,8 @@ class SequenceShardForward:
         for name in OF_TOKENS:
             if given.get(name) is not None:
                 local[name] = batch.shard(given[name])
-        local["position_ids"] = batch.shard(positions, positions.dim() - 1)
+        if "position_ids" in self.signature.parameters:
+            local["position_ids"] = batch.shard(positions, positions.dim() - 1)
         if "use_cache" in self.signature.parameters:
             local["use_cache"] = False
         mask = given.get("attention_mask")

@@ -16,10 +16,13 @@ from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, settings
+from ds_npu.models.linear_attention import linear_attentions, misfits
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
 WITHIN_TOKENS = {"full_attention", "sliding_attention"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
+LINEAR = {"linear_attention", "mamba2", "mamba"}
+"""Kinds of layers that may be linear attention of a kind that is computed."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """transformers' registry, from which an attention whose function can be exchanged takes its function."""
 BY_HEAD = {"sinks", "gate_bias"}
@@ -57,12 +60,17 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
     ``roles``: those that are known of its modules, or that the user gave them.
     """
     who, decoder = f"ds_npu.parallel.context: {type(inner).__name__}", inner.get_decoder()
-    attentions = attentions_of(inner)
+    linear = linear_attentions(decoder)
+    for name, layer in linear.items():
+        for why in misfits(layer):
+            raise ValueError(f"{who} has {name} ({type(layer).__name__}), which {why}")
+    attentions = attentions_of(inner) | linear
     blocks = _blocks(decoder, attentions)
     if not blocks:
         raise ValueError(f"{who} has no stack of blocks with an attention in each that transformers can exchange")
     for name, module in decoder.named_modules():
-        known = name in {"", *blocks, *attentions} or kinds.works_on_tokens(module)
+        inside = any(names.is_inside(name, layer) for layer in linear)
+        known = inside or name in {"", *blocks, *attentions} or kinds.works_on_tokens(module)
         if not known and roles.get(module, Role.REPLICATED) in MAY_MIX:
             raise ValueError(
                 f"{who} has {name} ({kinds.described(module)}), and nothing says that it works on each token by "
@@ -86,12 +94,15 @@ def is_exchangeable(module: nn.Module) -> bool:
 def _configured(inner: HuggingFaceModel) -> Iterator[str]:
     """Yield reasons against sharding that the model's class and config give, in words that its users know."""
     found_settings = settings(inner.config.get_text_config())
-    found = sorted(set(found_settings.get("layer_types") or ()) - WITHIN_TOKENS)
+    linear = linear_attentions(inner)
+    within = WITHIN_TOKENS | (LINEAR if linear else set())
+    found = sorted(set(found_settings.get("layer_types") or ()) - within)
     if inner.config.is_encoder_decoder:
         found.append("an encoder and a decoder")
-    if not found and inner._is_stateful:
+    if not found and inner._is_stateful and not linear:
         found.append("layers with a state")
-    found += [name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d)][:1]
+    convolutions = (name for name, each in inner.named_modules() if isinstance(each, nn.Conv1d))
+    found += [name for name in convolutions if names.parent(name) not in linear][:1]
     yield from found
     for key in ("layerdrop", "decoder_layerdrop"):
         if found_settings.get(key):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import Tokens
+from ds_npu.parallel.context.token_runs import TokenRuns, on_device, token_runs
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
@@ -156,6 +157,7 @@ class ShardedBatch:
     """The largest position of the batch, on the device."""
     gathers_routers: bool = False
     """Whether the loss has an auxiliary part, which needs the router logits of all tokens."""
+    _runs: dict[int, TokenRuns] = field(default_factory=dict, init=False)
 
     @property
     def count(self) -> int:
@@ -191,6 +193,13 @@ class ShardedBatch:
     def shard(self, x: torch.Tensor, dim: int = SEQUENCE_DIM) -> torch.Tensor:
         """This rank's tokens of ``x``, whose ``dim`` is the sequence and the dim before it the samples (or 1)."""
         return _selected(x, dim, self.index)
+
+    def runs(self, width: int) -> TokenRuns:
+        """This rank's runs of consecutive tokens, for layers with a convolution of ``width`` tokens."""
+        if width not in self._runs:
+            found = token_runs(self.tokens, self.axis.size, self.axis.rank, self.samples, width)
+            self._runs[width] = on_device(found, self.device)
+        return self._runs[width]
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather ``x`` [B, this rank's tokens, ...] to [B, S, ...] in natural order, the same on every rank.

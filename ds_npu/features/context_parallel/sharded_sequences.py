@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, AlgorithmChooser
 from ds_npu.features.context_parallel.forward import SequenceShardForward
+from ds_npu.features.context_parallel.linear_attention_layers import scan_states
 from ds_npu.features.context_parallel.loss import DIVIDED_BY, LossShare
 from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_noise, check_settings
 from ds_npu.features.context_parallel.sharded_attention import SequenceShardAttention
@@ -34,6 +35,7 @@ from ds_npu.models.attributes import attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
+from ds_npu.models.linear_attention import linear_attentions
 from ds_npu.models.plan import ModelPlan
 from ds_npu.parallel.context.held_tokens import HELD_TOKENS
 from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
@@ -111,6 +113,9 @@ class _SequenceSharder:
         yield self._wrap(inner, "shards the batch", self._shard_batches)
         make = partial(wrap_forward, inner, partial(attention.checked, inner), Level.SEQUENCE)
         yield self._wrap(inner, "every attention is called", make)
+        for name, layer in linear_attentions(self.model).items():
+            make = partial(scan_states, layer, running_batch)
+            yield Change("wraps", name, "states pass from rank to rank", make, Level.OPERATOR)
         for rotary in filter(depends_on_length, inner.modules()):
             yield self._wrap(rotary, "sees the last position", partial(show_last_position, rotary, running_batch))
         if inner is not self.model:
@@ -169,7 +174,8 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     check_noise(inner)
     check_exchangeable(inner)
     check_mixing(inner, {module: plan.roles[name] for name, module in model.named_modules() if name in plan.roles})
-    if "position_ids" not in inspect.signature(inner.forward).parameters:
+    takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+    if attentions_of(inner) and not takes_positions:
         raise ValueError(
             f"ds_npu.parallel.context: the forward of {type(inner).__name__} takes no position_ids, so it cannot be "
             "told which tokens of the sequence it has"

@@ -168,7 +168,7 @@ class BlockRecord:
             self._follow_part(stack, NORM, name)
         for name in plan.inside(self.name, *SUBLAYERS):
             if plan.around(name, *SUBLAYERS) is None:
-                self._follow_part(stack, ATTENTION if plan.of(name) is Role.ATTENTION else MLP, name)
+                self._follow_part(stack, MLP if plan.of(name) in (Role.MLP, Role.MOE) else ATTENTION, name)
         for name in plan.inside(self.name, Role.MLP):
             linears = mlp_linears(plan, name)
             if linears is not None:

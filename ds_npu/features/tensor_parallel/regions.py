@@ -32,7 +32,7 @@ from ds_npu.parallel.tensor.region import (
 )
 from ds_npu.parallel.tensor.sequence_shards import SequenceParallel
 
-REGION_ROLES = (Role.ATTENTION, Role.MLP)
+REGION_ROLES = (Role.ATTENTION, Role.LINEAR_ATTENTION, Role.MLP)
 """Sublayers that are tensor-parallel regions; in an MoE layer, the experts and shared MLPs are regions."""
 SHARDED_IN_REGIONS = (
     *(role for role, parents in PARENT.items() if parents[0] in REGION_ROLES),
@@ -41,7 +41,7 @@ SHARDED_IN_REGIONS = (
     Role.ROW,
 )
 SHARDED_ROLES = (*SHARDED_IN_REGIONS, Role.EMBEDDING, Role.HEAD)
-JOINT_ROLES = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP))
+JOINT_ROLES = ((Role.QUERY, Role.KEY, Role.VALUE), (Role.GATE, Role.UP), (Role.LINEAR_ATTENTION_INPUT,))
 """Roles of linears that a module calls with the same hidden states."""
 LISTS = (nn.ModuleList, nn.ModuleDict)
 """Modules without a forward of their own."""

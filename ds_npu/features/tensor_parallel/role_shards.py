@@ -145,7 +145,7 @@ BY_WIDTH: dict[Role, Callable[[int, int], RoleShards]] = {
     Role.HEAD: _words,
     Role.EMBEDDING: _words,
 }
-ROW_ROLES = (Role.ATTENTION_OUTPUT, Role.DOWN, Role.ROW)
+ROW_ROLES = (Role.ATTENTION_OUTPUT, Role.LINEAR_ATTENTION_OUTPUT, Role.DOWN, Role.ROW)
 """Roles of linears that are sharded along their inputs; all others are sharded along their outputs."""
 
 

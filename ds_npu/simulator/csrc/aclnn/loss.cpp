@@ -180,3 +180,25 @@ ACLNN(CrossEntropyLossGrad, streaming(),
   const Tensor factor = wide(grad_loss).reshape({-1, 1}) * tokens.factor;
   out.copy_((probability * factor).scatter_add_(1, tokens.target, -factor));
 }
+
+// Connectionist temporal classification. The last dim of log_alpha is padded: it has room for two places of each label of the
+// longest target and one more, and CANN rounds that up.
+ACLNN(CtcLoss, streaming(),
+      (const Tensor& log_probs, const Tensor& targets, const Ints& input_lengths, const Ints& target_lengths, int64_t blank,
+       bool zero_infinity, Tensor& neg_log_likelihood, Tensor& log_alpha)) {
+  const auto [loss, alpha] =
+      at::_ctc_loss(wide(log_probs), targets, input_lengths, target_lengths, blank, zero_infinity);
+  neg_log_likelihood.copy_(loss);
+  log_alpha.fill_(-std::numeric_limits<double>::infinity());
+  log_alpha.narrow(2, 0, alpha.size(2)).copy_(alpha);
+}
+
+ACLNN(CtcLossBackward, streaming(),
+      (const Tensor& grad_out, const Tensor& log_probs, const Tensor& targets, const Ints& input_lengths,
+       const Ints& target_lengths, const Tensor& neg_log_likelihood, const Tensor& log_alpha, int64_t blank,
+       bool zero_infinity, Tensor& grad)) {
+  const int64_t longest = target_lengths.empty() ? 0 : *std::max_element(target_lengths.begin(), target_lengths.end());
+  const Tensor alpha = wide(log_alpha).narrow(2, 0, 2 * longest + 1).contiguous();
+  grad.copy_(at::_ctc_loss_backward(wide(grad_out), wide(log_probs), targets, input_lengths, target_lengths,
+                                    wide(neg_log_likelihood), alpha, blank, zero_infinity));
+}

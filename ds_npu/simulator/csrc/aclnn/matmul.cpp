@@ -1,4 +1,4 @@
-// Products of matrices and vectors.
+// Products of matrices and vectors, and the solution of triangular systems.
 #include "aclnn/precision.h"
 
 using namespace sim;
@@ -150,4 +150,14 @@ ACLNN(InplaceAddr, streaming(),
       (Changed<Tensor>& self, const Tensor& vec1, const Tensor& vec2, const std::optional<Scalar>& beta,
        const std::optional<Scalar>& alpha)) {
   add_outer_product(self, self, vec1, vec2, beta, alpha);
+}
+
+// A x = self with A triangular: half the FLOP of a product of A and self, which depend on each other row by row.
+ACLNN(TriangularSolve, streaming(),
+      (const Tensor& self, const Tensor& A, bool upper, bool transpose, bool unitriangular, Tensor& x, Tensor& m)) {
+  if (self.scalar_type() != at::kFloat && self.scalar_type() != at::kDouble)
+    throw Failure(ACL_ERROR_INVALID_PARAM, std::string("no triangular system is solved in ") + at::toString(self.scalar_type()));
+  const Tensor matrix = transpose ? A.mT() : A;
+  x.copy_(at::linalg_solve_triangular(matrix, self, transpose ? !upper : upper, /*left=*/true, unitriangular));
+  m.copy_(A);
 }

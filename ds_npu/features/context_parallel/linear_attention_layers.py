@@ -1,0 +1,69 @@
+"""Layers of linear attention whose sequences are sharded: states and halos go from context rank to context rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
+from ds_npu.features.modules.linear_attention import linear_attention_forward
+from ds_npu.models.kinds import own_shapes
+from ds_npu.ops.linear_attention import Recurrence
+from ds_npu.parallel.context.state_scan import convolved_runs, scanned_attention
+from ds_npu.parallel.context.token_runs import TokenRuns
+from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
+
+
+class ShardedRuns:
+    """This rank's tokens of a batch, mixed as runs of sequences that other ranks have parts of (``Sequences``)."""
+
+    def __init__(self, batch: ShardedBatch, width: int) -> None:
+        self.batch = batch
+        self.runs: TokenRuns = batch.runs(width)
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        padding = self.batch.visibility.padding
+        return None if padding is None else ~self.batch.shard(padding)[..., None]
+
+    def compute(self, mixer: Callable[..., torch.Tensor], *of_tokens: torch.Tensor) -> torch.Tensor:
+        return self.runs.restored(mixer(*map(self.runs.arranged, of_tokens)), self.batch.samples)
+
+    def convolve(self, x_PLC: torch.Tensor, convolution: nn.Module) -> torch.Tensor:
+        weight = convolution.get_parameter("weight").squeeze(1)
+        # By its name: ZeRO-3 gathers what is read so.
+        bias = convolution.get_parameter("bias") if "bias" in own_shapes(convolution) else None
+        return convolved_runs(x_PLC, weight, bias, self.runs, self.batch.group)
+
+    def attend(self, tokens: Recurrence) -> torch.Tensor:
+        return scanned_attention(tokens, self.runs, self.batch.group)
+
+
+def scan_states(layer: nn.Module, running_batch: RunningBatch) -> None:
+    """Make ``layer`` compute this rank's tokens of the running batch."""
+    wrap_forward(layer, partial(_scanned, layer, running_batch), Level.OPERATOR)
+
+
+def _scanned(
+    layer: nn.Module,
+    running_batch: RunningBatch,
+    forward: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    # The mask and the documents among the arguments are those of the batch, which has them of whole sequences.
+    batch = running_batch.require(f"linear attention, {type(layer).__name__},")
+    if not isinstance(batch, ShardedBatch):
+        return forward(hidden_states, *args, **kwargs)
+    if hidden_states.shape[1] != batch.count:
+        raise ValueError(
+            f"ds_npu.parallel.context: {type(layer).__name__} is given {hidden_states.shape[1]} tokens of each sample; "
+            f"this rank has {batch.count}"
+        )
+    width: int = layer.get_submodule("conv1d").get_parameter("weight").shape[-1]
+    return linear_attention_forward(layer, hidden_states, ShardedRuns(batch, width))

@@ -1,0 +1,130 @@
+"""The forward of a layer of linear attention, whose sequences may be divided over ranks.
+
+A layer projects each token, mixes tokens by a short convolution and a recurrence, and projects each token again. How
+sequences are mixed is given as ``Sequences``. The number of heads is read from the shapes of what is projected: over
+tensor ranks a layer has some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ds_npu.models.attributes import attribute
+from ds_npu.models.linear_attention import LinearAttention, linear_attention_of
+from ds_npu.ops.linear_attention import Recurrence
+from ds_npu.ops.precision import accumulation_dtype, for_accumulation
+
+EPSILON = 1e-6
+"""Added to the squared length of queries and keys: transformers' and flash-linear-attention's."""
+
+
+class Sequences(Protocol):
+    """How the tokens [B, S] of a batch are mixed."""
+
+    @property
+    def kept(self) -> torch.Tensor | None:
+        """[B, S, 1]: False for padding that layers must not see; None where there is none."""
+
+    def compute(self, mixer: Callable[..., torch.Tensor], *of_tokens: torch.Tensor) -> torch.Tensor:
+        """``mixer`` of tensors [B, S, ...], called with them in the order that the two below take: [P, L, ...]."""
+
+    def convolve(self, x_PLC: torch.Tensor, convolution: nn.Module) -> torch.Tensor:
+        """The causal convolution with the weight and bias of ``convolution``."""
+
+    def attend(self, tokens: Recurrence) -> torch.Tensor:
+        """Linear attention: [P, L, H, V]."""
+
+
+def linear_attention_forward(layer: nn.Module, hidden_BSD: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    """The output [B, S, D] of ``layer``, a LinearAttention, for ``hidden`` [B, S, D]."""
+    hidden = hidden_BSD if sequences.kept is None else hidden_BSD * sequences.kept
+    is_delta = linear_attention_of(layer) is LinearAttention.GATED_DELTA
+    return (_gated_delta if is_delta else _state_space)(layer, hidden, sequences)
+
+
+def _gated_delta(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    key, value = _number(layer, "head_k_dim"), _number(layer, "head_v_dim")
+    shared = _number(layer, "num_v_heads") // _number(layer, "num_k_heads")
+    mixed, z, b, a = _delta_projections(layer, hidden, shared)
+    key_heads = mixed.shape[-1] // (2 * key + shared * value)
+    widths = [key_heads * key, key_heads * key, key_heads * shared * value]
+
+    def mix(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        q, k, v = torch.split(functional.silu(sequences.convolve(mixed, layer.get_submodule("conv1d"))), widths, -1)
+        q, k = (_normalised(each, key).repeat_interleave(shared, 2) for each in (q, k))
+        step = functional.softplus(for_accumulation(a) + _parameter(layer, "dt_bias"))
+        decay = -_parameter(layer, "A_log").exp() * step
+        return sequences.attend(Recurrence(q * key**-0.5, k, torch.unflatten(v, -1, (-1, value)), decay, b.sigmoid()))
+
+    out = sequences.compute(mix, mixed, b, a)
+    out = layer.get_submodule("norm")(out.flatten(0, 2), z.reshape(-1, value)).view(*hidden.shape[:2], -1)
+    found: torch.Tensor = layer.get_submodule("out_proj")(out)
+    return found
+
+
+def _delta_projections(layer: nn.Module, hidden: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
+    """(all queries, then all keys, then all values; z; b; a): each [B, S, ...]."""
+
+    def projected(name: str) -> torch.Tensor:
+        found: torch.Tensor = layer.get_submodule(f"in_proj_{name}")(hidden)
+        return found
+
+    if "in_proj_qkvz" not in dict(layer.named_children()):
+        return projected("qkv"), projected("z"), projected("b"), projected("a")
+    # Head of keys by head of keys, with the heads of values that share it.
+    key, values = _number(layer, "head_k_dim"), shared * _number(layer, "head_v_dim")
+    by_head = torch.unflatten(projected("qkvz"), -1, (-1, 2 * key + 2 * values))
+    q, k, v, z = (each.flatten(2) for each in torch.split(by_head, [key, key, values, values], -1))
+    b, a = (each.flatten(2) for each in torch.unflatten(projected("ba"), -1, (-1, 2 * shared)).chunk(2, -1))
+    return torch.cat([q, k, v], -1), z, b, a
+
+
+def _normalised(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Heads of length 1 [P, L, H, K], in the accumulation dtype."""
+    wide = torch.unflatten(for_accumulation(x), -1, (-1, width))
+    return wide * (wide.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
+
+
+def _state_space(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    width, state = _number(layer, "head_dim"), _number(layer, "ssm_state_size")
+    groups, heads = _number(layer, "n_groups"), len(_parameter(layer, "A_log"))
+    inner = heads * width
+    least, most = attribute(layer, "time_step_limit", tuple) or (0.0, torch.inf)
+    projected = layer.get_submodule("in_proj")(hidden)
+    gate, mixed, dt = torch.split(projected, [inner, inner + 2 * groups * state, heads], -1)
+
+    def mix(mixed: torch.Tensor, dt: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
+        mixed = functional.silu(sequences.convolve(mixed, layer.get_submodule("conv1d")))
+        for each in kept:
+            mixed = mixed * each
+        x, b, c = torch.split(for_accumulation(mixed), [inner, groups * state, groups * state], -1)
+        x = torch.unflatten(x, -1, (heads, width))
+        k, q = (torch.unflatten(each, -1, (groups, state)).repeat_interleave(heads // groups, 2) for each in (b, c))
+        bias = layer.get_parameter("dt_bias").to(dt.dtype)
+        step = for_accumulation(functional.softplus(dt + bias).clamp(least, most))
+        decay = -_parameter(layer, "A_log").exp() * step
+        out = sequences.attend(Recurrence(q, k, x * step[..., None], decay))
+        return out + _parameter(layer, "D")[:, None] * x
+
+    out = sequences.compute(mix, mixed, dt, *[] if sequences.kept is None else [sequences.kept]).flatten(2)
+    out = layer.get_submodule("norm")(out, gate)
+    found: torch.Tensor = layer.get_submodule("out_proj")(out.to(hidden.dtype))
+    return found
+
+
+def _number(layer: nn.Module, name: str) -> int:
+    found = attribute(layer, name, int)
+    if found is None:
+        raise ValueError(f"{type(layer).__name__} has no number {name}, as transformers' layers of its kind have")
+    return found
+
+
+def _parameter(layer: nn.Module, name: str) -> torch.Tensor:
+    """The parameter ``name`` in the accumulation dtype."""
+    weight = layer.get_parameter(name)
+    return weight.to(accumulation_dtype(weight.dtype))

@@ -11,17 +11,21 @@ import os
 import re
 import stat
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_npu.checkpoint.contents import fingerprint
+from ds_npu.checkpoint.digests import DigestedWriter, FileDigests
 from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.wholeness import UNFINISHED
+from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine
 from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.topology.degrees import NAMES, Axis
 
@@ -34,7 +38,6 @@ raise SystemExit(
     "engine.save_pretrained(target) or engine.whole_state_dict()."
 )
 """
-UNFINISHED = ".unfinished"
 OF_A_CHECKPOINT = re.compile(
     r"(.*mp_rank_\d+_(model|optim)_states\.pt|layer_\d+-.*model_states\.pt|experts_.*_model_states\.pt"
     r"|ds_npu_layout_rank_\d+\.json)(\.unfinished)?"
@@ -55,7 +58,8 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         self.save_latest = save_latest
         self.unfinished: list[Path] = []
         self.fingerprints: dict[str, str] = {}
-        self._last: list[tuple[Path, Callable[[Mapping[str, str]], str]]] = []
+        self.digests: dict[str, FileDigests] = {}
+        self._last: list[tuple[Path, Callable[[CheckpointTransaction], str]]] = []
         self.failure: str | None = None
         self.error: Exception | None = None
 
@@ -64,23 +68,24 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         self.attempt(Path(path), lambda: upstream.makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
-        upstream: Any = super()
-
         def write(unfinished: Path) -> None:
-            upstream.save(state_dict, str(unfinished))
+            with DigestedWriter(unfinished) as writer:
+                file: Any = writer
+                torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
+            self.digests[Path(path).name] = writer.digests()
             if zipfile.is_zipfile(unfinished):
                 self.fingerprints[Path(path).name] = fingerprint(unfinished)
 
         self._write(Path(path), write, tensor_bytes(state_dict))
 
-    def write_text_last(self, path: Path, text_of: Callable[[Mapping[str, str]], str]) -> None:
-        """Write ``text_of(fingerprints by file name)`` when all other files are written."""
+    def write_text_last(self, path: Path, text_of: Callable[[CheckpointTransaction], str]) -> None:
+        """Write ``text_of(self)`` when all other files are written."""
         self._last.append((path, text_of))
 
     def commit(self, info: Any) -> bool:
         folder = Path(info.save_dir)
         for path, text_of in self._last:
-            text = text_of(self.fingerprints)
+            text = text_of(self)
             self._write(path, partial(_write_text, text), len(text))
         if self.save_latest and dist.get_rank() == 0:
             self._write(folder / "latest", lambda unfinished: unfinished.write_text(str(info.tag)), 0)
@@ -164,7 +169,7 @@ class AtomicCheckpoints(TopologyEngine):
     ) -> bool:
         """DeepSpeed's; raises RuntimeError on every rank where one cannot write, with earlier checkpoints untouched."""
         plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
-        if type(plain) is not TorchCheckpointEngine:  # another of DeepSpeed's, which writes in its own time
+        if type(plain) is not AllowedFilesEngine:  # another of DeepSpeed's, which writes in its own time
             return bool(super().save_checkpoint(save_dir, tag, *given))
         self.checkpoint_engine = transaction = CheckpointTransaction(plain, save_latest)
         try:

@@ -59,7 +59,7 @@ class Reassembly:
     def state(self) -> State:
         """All files as one: of the model, with the run's counters, and of the optimizer."""
         found = self.written.model_state()
-        theirs = self.written.of_optimizer((ZERO, PLAIN))
+        theirs = self.written.of_optimizer((ZERO, PLAIN), OF_PRECISION)
         found |= {
             REASSEMBLED: True,
             MODULE: self._module(),

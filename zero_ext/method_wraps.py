@@ -24,29 +24,31 @@ class MethodLevel(IntEnum):
 
     RECORDED_STEP = 0
     """``memory_report``, which records all that others do in a step."""
-    FINITE = 1
-    MEMORY_REPORT = 2
-    PEAKS = 3
+    SNAPSHOT = 1
+    """``checkpoint.asynchronous``: nothing writes to weights or states before their snapshot is taken."""
+    FINITE = 2
+    MEMORY_REPORT = 3
+    PEAKS = 4
     """``recompute.budget_gib``, which measures its own plan too."""
-    MEMORY_PLAN = 4
-    PLANNED_CHANGES = 5
+    MEMORY_PLAN = 5
+    PLANNED_CHANGES = 6
     """Inside of what plans: the driver changes the model by the plan that was just made."""
-    RELOCATION = 6
+    RELOCATION = 7
     """Experts move behind the step that their load is counted for."""
-    EXPERT_LOAD = 7
-    THROUGHPUT = 8
-    DUMP = 9
+    EXPERT_LOAD = 8
+    THROUGHPUT = 9
+    DUMP = 10
     """``dump``, whose steps are those that others have counted."""
-    SHARD_ACCESS = 10
+    SHARD_ACCESS = 11
     """Optimizers of the client's own may compute with shards."""
-    EXPERT_SETTINGS = 11
+    EXPERT_SETTINGS = 12
     """A group of experts has the learning rate of the group that it came from."""
-    STATE = 12
-    SCATTERED = 13
+    STATE = 13
+    SCATTERED = 14
     """Gradients of ZeRO 3 that ds_npu sends are sent before a backward ends for DeepSpeed."""
-    CORRECTION = 14
+    CORRECTION = 15
     """The gradient rule: norms, averages, streams."""
-    BUCKETS = 15
+    BUCKETS = 16
     """Partitions of ZeRO 1 and 2 in the order of buckets, inside of all that knows DeepSpeed's order."""
 
 

@@ -14,5 +14,7 @@ ClassName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$", des
 class CheckpointSection(Section):
     """How checkpoints are saved and loaded."""
 
+    asynchronous: bool = False
+    """Write checkpoints on a thread from a snapshot in (pinned) host memory, while training goes on."""
     allowed_classes: list[ClassName] = Field(default=[])
     """Classes, as package.module.Class, of objects in client_state that checkpoints may hold; others are refused."""

@@ -50,6 +50,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         Raises CheckpointError, on every rank the same, for one whose files are not all there, whose weights are not
         those of the model, or whose optimizer's state has other shapes.
         """
+        self.finish_saving()
         folder = _folder_of(load_dir, tag, "latest_universal" if self.load_universal_checkpoint() else "latest")
         if folder is None:
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)

@@ -7,9 +7,7 @@ had the same name, and ``latest`` itself, and ends in torch's "[enforce fail at 
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import zipfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,19 +23,8 @@ from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.digests import DigestedWriter, FileDigests
 from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.checkpoint.wholeness import UNFINISHED
-from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine
-from ds_npu.engine.topology_engine import TopologyEngine
-from ds_npu.topology.degrees import NAMES, Axis
+from ds_npu.engine.checkpoints.agreement import RankAgreement, CollectiveAgreement
 
-RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-"""Scripts that DeepSpeed adds to its checkpoints; they make one file of weights of them."""
-REFUSING_SCRIPT = """#!/usr/bin/env python
-raise SystemExit(
-    "The weights in this checkpoint are sharded over the ranks of {axes}, which DeepSpeed's script does not put "
-    "together. What to do: in a run with the same config, engine.load_checkpoint(folder) and then "
-    "engine.save_pretrained(target) or engine.whole_state_dict()."
-)
-"""
 OF_A_CHECKPOINT = re.compile(
     r"(.*mp_rank_\d+_(model|optim)_states\.pt|layer_\d+-.*model_states\.pt|experts_.*_model_states\.pt"
     r"|ds_npu_layout_rank_\d+\.json)(\.unfinished)?"
@@ -53,9 +40,10 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     RuntimeError on all ranks alike; every file that was there before is then as it was.
     """
 
-    def __init__(self, plain: TorchCheckpointEngine, save_latest: bool) -> None:
+    def __init__(self, plain: TorchCheckpointEngine, save_latest: bool, agreement: RankAgreement | None = None) -> None:
         self.__dict__.update(vars(plain))
         self.save_latest = save_latest
+        self._agreement = agreement or CollectiveAgreement()
         self.unfinished: list[Path] = []
         self.fingerprints: dict[str, str] = {}
         self.digests: dict[str, FileDigests] = {}
@@ -124,8 +112,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         All of the new one have their names by now. Files that cannot be removed
         are left: no load of the new one reads them.
         """
-        names: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(names, [each.name.removesuffix(UNFINISHED) for each in self.unfinished])
+        names = self._agreement.gather([each.name.removesuffix(UNFINISHED) for each in self.unfinished])
         new = {name for each in names for name in each}
         with suppress(OSError):
             for path in folder.iterdir():
@@ -139,13 +126,12 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 
     def _agree(self, info: Any) -> None:
         """Raise RuntimeError on every rank if one of them has failed; nothing of this checkpoint is left then."""
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, self.failure)
+        failures: list[str | None] = self._agreement.gather(self.failure)
         found = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
         if not found:
             return
         self.remove_unfinished()
-        dist.barrier()
+        self._agreement.barrier()
         if dist.get_rank() == 0:
             with suppress(OSError):  # it may hold an earlier checkpoint of the same name
                 Path(info.save_dir, str(info.tag)).rmdir()
@@ -154,45 +140,6 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
             f"the checkpoint {info.tag} was not saved to {info.save_dir}: {'; '.join(found[:SHOWN])}{more}. "
             + UNTOUCHED
         ) from self.error
-
-
-class AtomicCheckpoints(TopologyEngine):
-    """How an engine saves checkpoints; all ranks call it, as DeepSpeed wants."""
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """DeepSpeed's; raises RuntimeError on every rank where one cannot write, with earlier checkpoints untouched."""
-        plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
-        if type(plain) is not AllowedFilesEngine:  # another of DeepSpeed's, which writes in its own time
-            return bool(super().save_checkpoint(save_dir, tag, *given))
-        self.checkpoint_engine = transaction = CheckpointTransaction(plain, save_latest)
-        try:
-            return bool(super().save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
-        finally:
-            self.checkpoint_engine = plain
-            transaction.remove_unfinished()
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        copy = partial(self._refuse_recovery if self.is_sharded else super()._copy_recovery_script, save_path)
-        if isinstance(self.checkpoint_engine, CheckpointTransaction):
-            self.checkpoint_engine.attempt(Path(save_path), copy)
-        else:
-            copy()
-
-    def _refuse_recovery(self, folder: str) -> None:
-        """Put scripts in DeepSpeed's place, which would put shards together in a wrong way."""
-        axes: tuple[Axis, ...] = ("tp", "pp", "ep", "etp")
-        found = [f"{NAMES[axis]} {self.topology.size(axis)}" for axis in axes if self.topology.size(axis) > 1]
-        for name in RECOVERY_SCRIPTS:
-            script = Path(folder, name)
-            script.write_text(REFUSING_SCRIPT.format(axes=f"ds_npu.parallel: {', '.join(found)}"))
-            script.chmod(script.stat().st_mode | stat.S_IEXEC)
 
 
 def _write_text(text: str, path: Path) -> None:

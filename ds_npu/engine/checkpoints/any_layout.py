@@ -180,6 +180,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         try:
             # Nothing of it is sent to the other ranks.
             _on_every_rank(lambda: made.append(Reassembly(self, written, partitions_alone).state()))
+            logger().info("%s: %s bytes of files were read", written.folder, f"{written.bytes_read:,}")
         except CheckpointError:
             if has_any:
                 restore_maps(self.module, expert_maps, self.topology)

@@ -23,7 +23,7 @@ from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.digests import DigestedWriter, FileDigests
 from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.checkpoint.wholeness import UNFINISHED
-from ds_npu.engine.checkpoints.agreement import RankAgreement, CollectiveAgreement
+from ds_npu.engine.checkpoints.agreement import CollectiveAgreement, RankAgreement
 
 OF_A_CHECKPOINT = re.compile(
     r"(.*mp_rank_\d+_(model|optim)_states\.pt|layer_\d+-.*model_states\.pt|experts_.*_model_states\.pt"

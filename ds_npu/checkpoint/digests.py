@@ -10,6 +10,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,16 @@ class DigestedWriter(io.RawIOBase):
 def _write_all(descriptor: int, view: memoryview) -> None:
     while len(view):
         view = view[os.write(descriptor, view) :]
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk; a file system that cannot do that is let off."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class VerifiedReader(io.RawIOBase):

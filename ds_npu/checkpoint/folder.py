@@ -15,6 +15,7 @@ from ds_npu.checkpoint.damage import damage_message
 from ds_npu.checkpoint.digests import DamagedFileError, FileDigests
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import FILE, Manifest, manifest_of_json, manifest_path
+from ds_npu.checkpoint.wholeness import newest_whole
 
 NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
 
@@ -112,10 +113,14 @@ class CheckpointFolder:
                 if self._files.fingerprint(name) != expected:
                     raise CheckpointError(
                         f"{self.folder / name} is not the file that {FILE.format(index)} was saved with: another run "
-                        "has saved to this tag without ds_npu, or a save was interrupted. What to do: load an earlier "
-                        f"checkpoint; or, if DeepSpeed without ds_npu has written all files, remove {FILE.format(0)} "
-                        "and its like from the folder, and load it with the layout that wrote it"
+                        "has saved to this tag without ds_npu, or a save was interrupted. What to do: "
+                        f"{self._other()}; or, if DeepSpeed without ds_npu has written all files, remove "
+                        f"{FILE.format(0)} and its like from the folder, and load it with the layout that wrote it"
                     )
+
+    def _other(self) -> str:
+        whole = newest_whole(self.folder.parent, without=self.folder)
+        return f"load {whole.name}, the newest whole checkpoint there" if whole else "load an earlier checkpoint"
 
     @property
     def layout(self) -> str:

@@ -7,6 +7,8 @@ had the same name, and ``latest`` itself, and ends in torch's "[enforce fail at 
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import zipfile
 from collections.abc import Callable
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_npu.checkpoint.contents import fingerprint
-from ds_npu.checkpoint.digests import DigestedWriter, FileDigests
+from ds_npu.checkpoint.digests import DigestedWriter, FileDigests, flush_folder
 from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
 from ds_npu.checkpoint.wholeness import UNFINISHED
 from ds_npu.engine.checkpoints.agreement import CollectiveAgreement, RankAgreement
@@ -30,6 +32,8 @@ OF_A_CHECKPOINT = re.compile(
     r"|ds_npu_layout_rank_\d+\.json)(\.unfinished)?"
 )
 """Names that ranks' files have in the folder of a checkpoint."""
+SAVING = ".saving"
+"""The end of the name of a lock in the folder of checkpoints."""
 SHOWN = 4
 
 
@@ -48,8 +52,17 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         self.fingerprints: dict[str, str] = {}
         self.digests: dict[str, FileDigests] = {}
         self._last: list[tuple[Path, Callable[[CheckpointTransaction], str]]] = []
+        self._lock: FolderLock | None = None
         self.failure: str | None = None
         self.error: Exception | None = None
+
+    def create(self, info: Any) -> None:
+        if dist.get_rank() == 0:
+            path = Path(info.save_dir, f".{str(info.tag).replace('/', '_')}{SAVING}")
+            self.attempt(path, lambda: self._lock_folder(path))
+
+    def _lock_folder(self, path: Path) -> None:
+        self._lock = FolderLock(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         upstream: Any = super()
@@ -76,14 +89,16 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
             text = text_of(self)
             self._write(path, partial(_write_text, text), len(text))
         if self.save_latest and dist.get_rank() == 0:
-            self._write(folder / "latest", lambda unfinished: unfinished.write_text(str(info.tag)), 0)
+            self._write(folder / "latest", partial(_write_text, str(info.tag)), 0)
         self._agree(info)
         latest = [each for each in self.unfinished if each.name == f"latest{UNFINISHED}"]
         for each in (file for file in self.unfinished if file not in latest):
             self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
+        self.attempt(folder, lambda: flush_folder(folder / str(info.tag)))
         self._agree(info)
         for each in latest:
             self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
+        self.attempt(folder, lambda: flush_folder(folder))
         self._agree(info)
         self._remove_older(folder / str(info.tag))
         return True
@@ -105,6 +120,9 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         """Remove what was written and got no name."""
         for each in self.unfinished:
             each.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _remove_older(self, folder: Path) -> None:
         """Remove files of an earlier checkpoint of the same name, which other ranks or another layout had.
@@ -143,4 +161,28 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 
 
 def _write_text(text: str, path: Path) -> None:
-    path.write_text(text)
+    with DigestedWriter(path) as writer:
+        writer.write(text.encode())
+
+
+class FolderLock:
+    """The right of one run to save one checkpoint: another run that saves to the same folder at a time is refused.
+
+    The system takes it from a process that dies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._descriptor)
+            raise OSError(f"another run is saving this checkpoint ({path.name} is locked)") from error
+        except OSError:  # a disk without locks
+            pass
+
+    def release(self) -> None:
+        """Remove the lock."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)

@@ -26,29 +26,31 @@ class MethodLevel(IntEnum):
     """``profile``, which records all that others do in a step, and none of whose own time is in theirs."""
     RECORDED_STEP = 1
     """``memory_report``, which records all that others do in a step."""
-    FINITE = 2
-    MEMORY_REPORT = 3
-    PEAKS = 4
+    SNAPSHOT = 2
+    """``checkpoint.asynchronous``: nothing writes to weights or states before their snapshot is taken."""
+    FINITE = 3
+    MEMORY_REPORT = 4
+    PEAKS = 5
     """``recompute.budget_gib``, which measures its own plan too."""
-    MEMORY_PLAN = 5
-    PLANNED_CHANGES = 6
+    MEMORY_PLAN = 6
+    PLANNED_CHANGES = 7
     """Inside of what plans: the driver changes the model by the plan that was just made."""
-    RELOCATION = 7
+    RELOCATION = 8
     """Experts move behind the step that their load is counted for."""
-    EXPERT_LOAD = 8
-    THROUGHPUT = 9
-    DUMP = 10
+    EXPERT_LOAD = 9
+    THROUGHPUT = 10
+    DUMP = 11
     """``dump``, whose steps are those that others have counted."""
-    SHARD_ACCESS = 11
+    SHARD_ACCESS = 12
     """Optimizers of the client's own may compute with shards."""
-    EXPERT_SETTINGS = 12
+    EXPERT_SETTINGS = 13
     """A group of experts has the learning rate of the group that it came from."""
-    STATE = 13
-    SCATTERED = 14
+    STATE = 14
+    SCATTERED = 15
     """Gradients of ZeRO 3 that ds_npu sends are sent before a backward ends for DeepSpeed."""
-    CORRECTION = 15
+    CORRECTION = 16
     """The gradient rule: norms, averages, streams."""
-    BUCKETS = 16
+    BUCKETS = 17
     """Partitions of ZeRO 1 and 2 in the order of buckets, inside of all that knows DeepSpeed's order."""
 
 

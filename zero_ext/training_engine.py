@@ -73,6 +73,9 @@ class TrainingEngine(Protocol):
     def zero_contiguous_gradients(self) -> bool: ...
     def is_deepcompile_enabled(self) -> bool: ...
     def communicator_bytes(self) -> int: ...
+    def save_behind_training(self) -> None:
+        """Write checkpoints on a thread from now on."""
+
     def factor_of_gradients(self) -> float | None:
         """The factor from gradients as the last forward's graph computes them to those that are accumulated.
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, TypeVar
 
+from ds_npu.checkpoint.digests import CHUNK_BYTES, DIGEST_CHARACTERS, FileDigests, digest_of
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.parallel.tensor.sharding import Ranges, Sharding
 from ds_npu.topology.degrees import AXES, Axis
@@ -33,6 +35,9 @@ MOST_ELEMENTS = 2**53
 MOST_DIMS = 16
 MOST_KEYS = 8
 """Most keys on the path to a tensor."""
+SEAL = re.compile(rf'\{{"digest": "([0-9a-f]{{{DIGEST_CHARACTERS}}})", ')
+"""The beginning of a manifest that has a digest of what follows."""
+DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_CHARACTERS}}}")
 EXPECTED = {str: "text", bool: "true or false", list: "a list", dict: "an object"}
 
 T = TypeVar("T")
@@ -128,6 +133,13 @@ class Manifest:
     version: int = VERSION
     files: Mapping[str, str] = field(default_factory=dict)
     """Fingerprints, by name, of the files that the rank wrote in the same save; empty where they are not known."""
+    digests: Mapping[str, FileDigests] = field(default_factory=dict)
+    """Digests of the chunks of the same files; empty in manifests of earlier commits."""
+
+    def sealed(self) -> str:
+        """The text of its file: JSON that begins with a digest of the rest."""
+        rest = self.to_json()[1:]
+        return f'{{"digest": "{digest_of(rest.encode())}", {rest}'
 
     def to_json(self) -> str:
         return json.dumps(
@@ -162,6 +174,12 @@ class _WrongJsonError(ValueError):
 
 def manifest_of_json(text: str, path: Path) -> Manifest:
     """Parse and check a manifest; raises CheckpointError for another version's, and for what no manifest has."""
+    seal = SEAL.match(text)
+    if seal is not None and digest_of(text[seal.end() :].encode()) != seal[1]:
+        raise CheckpointError(
+            f"{path} is damaged: its digest is not that of the rest. What to do: copy the whole folder again, or load "
+            "an earlier checkpoint"
+        )
     try:
         found = _typed(dict, json.loads(text), "the manifest")
         if found.get("version") not in READABLE:
@@ -207,7 +225,21 @@ def _manifest(found: dict[str, Any]) -> Manifest:
             plain_name(name, "files"): _typed(str, each, f"files.{shown(name)}")
             for name, each in _typed(dict, found.get("files", {}), "files").items()
         },
+        digests={
+            plain_name(name, "digests"): _digests(_typed(dict, each, f"digests.{shown(name)}"), shown(name))
+            for name, each in _typed(dict, found.get("digests", {}), "digests").items()
+        },
     )
+
+
+def _digests(found: dict[str, Any], name: str) -> FileDigests:
+    size = _number(_of(found, "size", name), f"size of {name}", MOST_ELEMENTS)
+    chunks = _typed(list, _of(found, "chunks", name), f"chunks of {name}")
+    if len(chunks) != -(-size // CHUNK_BYTES) or not all(
+        isinstance(each, str) and DIGEST.fullmatch(each) for each in chunks
+    ):
+        raise _WrongJsonError(f"chunks of {name}: expected {-(-size // CHUNK_BYTES)} digests of {size} bytes")
+    return FileDigests(size, tuple(chunks))
 
 
 def _group(found: object, what: str) -> dict[str, Any]:

@@ -8,36 +8,29 @@ loaded: it is read with ``weights_only``, and the classes that it may have are g
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_npu.checkpoint.contents import CheckpointFiles
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.manifest import (
-    FILE,
-    Manifest,
-    WrittenPart,
-    WrittenRun,
-    is_readable_as,
-    manifest_of_json,
-    manifest_path,
-)
+from ds_npu.checkpoint.folder import CheckpointFolder
+from ds_npu.checkpoint.manifest import MODULE, WrittenPart, WrittenRun, is_readable_as
+from ds_npu.checkpoint.selection import Block, Selection, selected
 from ds_npu.config.whole_matrices import BY_ELEMENT, MUON
-from ds_npu.topology.degrees import Axis
 
 PARTITIONED, MOMENTUM = "base_optimizer_state", "momentum_buffer"
 """Keys of the state dict of ZeRO 1 and 2, and of Muon's state."""
-NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
+LARGE = (MODULE, "optimizer")
+"""Keys of a file of models, of weights and of their states, which are read by name."""
 LISTED = 6
 """How many names of a kind an error lists; the others are counted."""
 RunOf = Callable[[WrittenPart], WrittenRun | None]
 """Picks a part's run of values, or of the optimizer's state."""
+TensorOf = Callable[[WrittenRun], Any]
 
 
 class Plain(NamedTuple):
@@ -102,83 +95,11 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:LISTED]) + more
 
 
-class WrittenCheckpoint:
+class WrittenCheckpoint(CheckpointFolder):
     """The weights and the optimizer's state of the checkpoint in ``folder``, each as a whole.
 
     ``classes``: classes that its files may have in addition to tensors and plain Python values.
     """
-
-    def __init__(self, folder: Path, classes: Sequence[type | Callable[..., Any]] = ()) -> None:
-        self.folder = folder
-        self._files = CheckpointFiles(folder, classes)
-
-    @property
-    def has_manifests(self) -> bool:
-        """Whether manifests were written; this machine may see those of its own ranks only."""
-        return manifest_path(self.folder, 0).exists() or any(self.folder.glob(FILE.format(0).replace("00000", "*")))
-
-    def manifest(self, rank: int) -> Manifest | None:
-        """The manifest of one rank; None where it wrote nothing."""
-        path = manifest_path(self.folder, rank)
-        if not path.exists():
-            return None
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}. What to do: copy the whole folder again") from error
-        return manifest_of_json(text, path)
-
-    @cached_property
-    def manifests(self) -> list[Manifest]:
-        """The manifests of all ranks that wrote the checkpoint; another one of the same name may have had more."""
-        first = self.manifest(0)
-        if first is None:
-            raise CheckpointError(
-                f"{self.folder} has no {FILE.format(0)}. What to do: copy the whole folder to a disk that all ranks see"
-            )
-        named = (NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        ranks = sorted(int(each[1]) for each in named if each is not None)
-        found = [first, *(self.manifest(rank) for rank in ranks if 0 < rank < first.ranks)]
-        if len(found) < first.ranks:
-            lacking = next(rank for rank in range(first.ranks) if rank not in ranks)
-            raise CheckpointError(
-                f"{self.folder}: {len(found)} of the manifests of {first.ranks} ranks are there, and none of rank "
-                f"{lacking} ({FILE.format(lacking)}). What to do: copy the whole folder"
-            )
-        return [each for each in found if each is not None]
-
-    def check_files(self, rank: int, ranks: int) -> None:
-        """Raise CheckpointError where a file is not that of the save that wrote its manifest.
-
-        ``rank`` checks every ``ranks``-th manifest, its own first, as far as this machine sees them.
-        """
-        own = self.manifest(rank)
-        for index in range(rank, 0 if own is None else own.ranks, ranks):
-            manifest = self.manifest(index)
-            for name, expected in () if manifest is None else manifest.files.items():
-                if self._files.fingerprint(name) != expected:
-                    raise CheckpointError(
-                        f"{self.folder / name} is not the file that {FILE.format(index)} was saved with: another run "
-                        "has saved to this tag without ds_npu, or a save was interrupted. What to do: load an earlier "
-                        f"checkpoint; or, if DeepSpeed without ds_npu has written all files, remove {FILE.format(0)} "
-                        "and its like from the folder, and load it with the layout that wrote it"
-                    )
-
-    @property
-    def layout(self) -> str:
-        """The layout of the run that wrote it, in words."""
-        first = self.manifests[0]
-        return first.layout or f"{first.ranks} ranks"
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the manifests tell where weights are."""
-        return all(each.is_known for each in self.manifests)
-
-    @property
-    def leaves_out_frozen(self) -> bool:
-        """Whether ``exclude_frozen_parameters`` left frozen weights out of it."""
-        return any(each.leaves_out_frozen for each in self.manifests)
 
     def plain_weights(self) -> dict[str, Plain]:
         """Shape and dtype of each weight and buffer whose values were written, or may have been, by name."""
@@ -195,30 +116,46 @@ class WrittenCheckpoint:
             raise CheckpointError(
                 f"{self.folder}: no manifest names a file of models. What to do: copy the whole folder"
             )
-        return dict(self._files.named(files[0]))
+        with self.damage_named():
+            content = self._files.named(files[0])
+            return {key: self._files.with_values(files[0], each) for key, each in content.items() if key not in LARGE}
 
-    def of_optimizer(self, keys: Sequence[str]) -> Mapping[str, Any]:
-        """The state dict of an optimizer, under one of ``keys`` of a file; empty where none was written."""
+    def of_optimizer(self, keys: Sequence[str], names: Sequence[str]) -> Mapping[str, Any]:
+        """The entries ``names`` of an optimizer's state dict, under one of ``keys`` of a file.
+
+        Those that are not there are left out; empty where no state was written.
+        """
         for part in (part for manifest in self.manifests for part in manifest.parts.values()):
             if part.state is not None:
-                file = self._files.named(part.state.file)
-                return next((file[key] for key in keys if isinstance(file.get(key), dict)), {})
+                name = part.state.file
+                with self.damage_named():
+                    file = self._files.named(name)
+                    found: Mapping[str, Any] = next((file[key] for key in keys if isinstance(file.get(key), dict)), {})
+                    return {each: self._files.with_values(name, found[each]) for each in names if each in found}
         return {}
 
     def has(self, name: str) -> bool:
         """Whether the values of the weight or buffer ``name`` were written."""
         return any(part.numel == 0 or (part.value is not None and self._is_there(part)) for part in self._parts[name])
 
-    def value(self, name: str) -> torch.Tensor:
-        """The plain weight or buffer; raises CheckpointError where elements of it are in no file."""
-        return self._whole(name, lambda part: part.value, self._files.tensor)
+    def value(self, name: str, wanted: Selection | None = None) -> torch.Tensor:
+        """The plain weight or buffer, or what is ``wanted`` of it, flat: nothing else is read.
 
-    def state(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a weight, by key: tensors of its shape, and numbers.
+        Raises CheckpointError where elements of it are in no file.
+        """
+        with self.damage_named():
+            return self._read(name, lambda part: part.value, self._files.tensor, wanted)
+
+    def state(self, name: str, wanted: Selection | None = None) -> dict[str, Any]:
+        """The optimizer's state of a weight, by key: tensors of its shape, or what is ``wanted``, flat; and numbers.
 
         Raises CheckpointError for tensors of other shapes: nothing tells what a part of the weight needs of them.
         """
-        runs = [part.state for part in self._parts.get(name, ()) if part.state is not None]
+        with self.damage_named():
+            return self._state(name, wanted)
+
+    def _state(self, name: str, wanted: Selection | None) -> dict[str, Any]:
+        runs = self._runs(name, lambda part: part.state, wanted)
         states = {run: self._files.state(run) for run in runs}
         settings, keys = self.settings(name), {key for run in runs for key in (*run.keys, *states[run])}
         if settings.get(MUON) and not settings.get(BY_ELEMENT) and {PARTITIONED, MOMENTUM} <= keys:
@@ -229,29 +166,24 @@ class WrittenCheckpoint:
             )
         found: dict[str, Any] = {}
         for key in dict.fromkeys(key for each in states.values() for key in each):
-            lacking = [run for run in runs if key not in states[run]]
-            if lacking:
+            missing = [run for run in runs if key not in states[run]]
+            if missing:
                 raise CheckpointError(
-                    f"{self.folder / lacking[0].file} has no {key} of {name} in the state of the optimizer, which "
+                    f"{self.folder / missing[0].file} has no {key} of {name} in the state of the optimizer, which "
                     "another file has. What to do: copy the whole folder again"
                 )
             first = states[runs[0]][key]
             if not isinstance(first, torch.Tensor) or first.dim() == 0:
-                found[key] = first
+                found[key] = self._files.with_values(runs[0].file, first)
                 continue
             tensors = {run: states[run][key] for run in runs}
-            wrong = [
-                each
-                for run, each in tensors.items()
-                if not isinstance(each, torch.Tensor) or each.numel() < run.start + run.numel
-            ]
-            if wrong:
+            if any(not _has_all(tensor, run) for run, tensor in tensors.items()):
                 raise CheckpointError(
                     f"{self.folder}: {key} of {name}, in the state of the optimizer, has the shape "
                     f"{list(first.shape)}, and not that of the weight: it does not load at another layout. What to do: "
                     "the layout that wrote it, or load_optimizer_states=False"
                 )
-            found[key] = self._whole(name, lambda part: part.state, tensors.__getitem__)
+            found[key] = self._read(name, lambda part: part.state, tensors.__getitem__, wanted)
         return found
 
     def settings(self, name: str) -> Mapping[str, Any]:
@@ -281,46 +213,81 @@ class WrittenCheckpoint:
         run = part.value
         if run is None or self.manifests[0].version > 1 or len(run.keys) != 2:
             return run is not None
-        held = self._files.named(run.file).get(str(run.keys[0]))
+        with self.damage_named():
+            held = self._files.named(run.file).get(str(run.keys[0]))
         return isinstance(held, Mapping) and run.keys[1] in held
 
-    def _whole(self, name: str, run_of: RunOf, tensor_of: Callable[[WrittenRun], Any]) -> torch.Tensor:
-        def whole_at(axes: Sequence[Axis], coordinates: dict[Axis, int]) -> torch.Tensor:
-            if not axes:
-                return _part(self.folder, name, self._parts[name], coordinates, run_of, tensor_of)
-            sharding = shardings[axes[0]]
-            return sharding.assemble(
-                [whole_at(axes[1:], {**coordinates, axes[0]: rank}) for rank in range(len(sharding.ranges))]
-            )
+    def _runs(self, name: str, run_of: RunOf, wanted: Selection | None) -> list[WrittenRun]:
+        """The runs with elements of a weight, or with those that are wanted."""
+        parts = self._parts.get(name, ())
+        if wanted is None or not parts:
+            return [run for part in parts if (run := run_of(part)) is not None]
+        plan = selected(parts[0].plain_shape, parts[0].shardings, wanted)
+        found = {
+            run
+            for block in plan.blocks
+            for part in parts
+            if dict(part.coordinates) == block.coordinates and (run := run_of(part)) is not None
+            if run.first < (block.rows.source + block.rows.length) * _width(part)
+            if block.rows.source * _width(part) < run.first + run.numel
+        }
+        return sorted(found, key=lambda run: (run.file, run.first))
 
+    def _read(self, name: str, run_of: RunOf, tensor_of: TensorOf, wanted: Selection | None) -> torch.Tensor:
         if name not in self._parts:
             raise CheckpointError(f"{self.folder}: {name} is in none of its files")
-        shardings = self._parts[name][0].shardings
-        return whole_at(list(shardings), {})
+        plain = self._parts[name][0].plain_shape
+        plan = selected(plain, self._parts[name][0].shardings, wanted or Selection())
+        rows: torch.Tensor | None = None
+        filled = 0
+        for block in plan.blocks:
+            found = self._rows(name, block, run_of, tensor_of)
+            if found.shape == plan.shape:
+                rows, filled = found, found.numel()
+                continue
+            rows = found.new_empty(plan.shape) if rows is None else rows
+            for source, target in block.slices():
+                rows[target] = found[source]
+                filled += math.prod(each.stop - each.start for each in target)
+        if filled != math.prod(plan.shape) and plan.numel:
+            raise CheckpointError(
+                f"{self.folder}: {filled} of {math.prod(plan.shape)} elements of {name} are in its files. What to do: "
+                "copy the whole folder"
+            )
+        flat = torch.empty(0) if rows is None else rows.view(-1)[plan.skipped : plan.skipped + plan.numel]
+        return flat.view(plain) if wanted is None else flat
 
-
-def _part(
-    folder: Path,
-    name: str,
-    parts: Sequence[WrittenPart],
-    coordinates: Mapping[Axis, int],
-    run_of: RunOf,
-    tensor_of: Callable[[WrittenRun], Any],
-) -> torch.Tensor:
-    """The part of the weight ``name`` that ranks at ``coordinates`` hold, joined from the runs in their files."""
-    here = [part for part in parts if dict(part.coordinates) == coordinates]
-    if not here:
-        raise CheckpointError(f"{folder}: no file has the part of {name} at {coordinates or 'any rank'}")
-    runs = {run.first: run for part in here if (run := run_of(part)) is not None and run.numel}
-    pieces, reached = [], 0
-    while reached in runs:
-        run = runs[reached]
-        pieces.append(tensor_of(run).detach().reshape(-1)[run.start : run.start + run.numel])
-        reached += run.numel
-    if reached != here[0].numel:
-        raise CheckpointError(
-            f"{folder}: {reached} of the {here[0].numel} elements of {name}"
-            f"{f' at {coordinates}' if coordinates else ''} are in its files. What to do: copy the whole folder"
+    def _rows(self, name: str, block: Block, run_of: RunOf, tensor_of: TensorOf) -> torch.Tensor:
+        """The rows of a block with all columns, joined from the runs in the files."""
+        here = [part for part in self._parts[name] if dict(part.coordinates) == block.coordinates]
+        where = f" at {dict(block.coordinates)}" if block.coordinates else ""
+        if not here:
+            raise CheckpointError(f"{self.folder}: no file has the part of {name}{where or ' at any rank'}")
+        width = _width(here[0])
+        reached, end = block.rows.source * width, (block.rows.source + block.rows.length) * width
+        runs = sorted(
+            {run for part in here if (run := run_of(part)) is not None and run.numel}, key=lambda run: run.first
         )
-    flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else torch.empty(0)
-    return flat.view(here[0].shape)
+        pieces = []
+        for run in runs:
+            stop = min(run.first + run.numel, end)
+            if run.first <= reached < stop:
+                start = run.start + reached - run.first
+                pieces.append(self._files.elements(run.file, tensor_of(run), start, stop - reached))
+                reached = stop
+        if reached != end:
+            raise CheckpointError(
+                f"{self.folder}: {reached} of the {here[0].numel} elements of {name}{where} are in its files. What to "
+                "do: copy the whole folder"
+            )
+        flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return flat.view(block.rows.length, *here[0].shape[1:])
+
+
+def _width(part: WrittenPart) -> int:
+    """Elements of a row of a part."""
+    return math.prod(part.shape[1:])
+
+
+def _has_all(tensor: object, run: WrittenRun) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.numel() >= run.start + run.numel

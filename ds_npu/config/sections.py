@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ds_npu.config.checkpoint import CheckpointSection
 from ds_npu.config.context_parallel import ContextParallelSection
 from ds_npu.config.dump import DumpSection
 from ds_npu.config.fused_ops import FusedOpsSection
@@ -57,6 +58,7 @@ class DsNpuConfig(Section):
     deterministic: bool = False
     """Use deterministic kernels and communication only, so that a run repeats bit for bit."""
     hccl: HcclSection = HcclSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     watch: WatchSection = WatchSection()
     dump: DumpSection = DumpSection()
     profile: ProfileSection = ProfileSection()

@@ -25,7 +25,7 @@ from torch import nn
 
 from ds_npu.capability import try_import
 from ds_npu.engine.checkpoints.any_layout import AnyLayoutCheckpoints
-from ds_npu.engine.checkpoints.checkpoint_files import AtomicCheckpoints
+from ds_npu.engine.checkpoints.atomic_checkpoints import AtomicCheckpoints
 from ds_npu.engine.checkpoints.full_values import know_grid, link_every_group
 from ds_npu.engine.checkpoints.weights import WholeWeights
 from ds_npu.engine.checkpoints.weights_only import WeightsOnly

@@ -33,6 +33,9 @@ class TopologyEngine(DeepSpeedEngine):  # type: ignore[misc]
     reassembled: dict[str, Any] | None = None
     """The content that this rank's files would have, while a checkpoint of another layout is loaded."""
 
+    def finish_saving(self) -> None:
+        """Wait for a save that runs behind training."""
+
     def factor_of_gradients(self) -> float | None:
         """The factor by which gradients are multiplied behind a backward: 1, but in stages."""
         return 1.0

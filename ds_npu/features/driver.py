@@ -11,6 +11,7 @@ from torch import nn
 from ds_npu.config.problems import Problem
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.features.build import Build, Feature
+from ds_npu.features.checkpoint import CHECKPOINT
 from ds_npu.features.chunked_loss.loss_by_chunks import CHUNKED_LOSS
 from ds_npu.features.context_parallel.context_ranks import CONTEXT_PARALLEL
 from ds_npu.features.declaration import Declaration, Phase, check_declarations
@@ -49,6 +50,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     OPTIMIZER_MEMORY,
     MUON,
     DETERMINISTIC,
+    CHECKPOINT,
     WATCH,
     DUMP,
     PROFILE,

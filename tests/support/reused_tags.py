@@ -72,7 +72,7 @@ def as_version_1(folder: str) -> None:
     """Rewrite this rank's manifest as earlier commits wrote it."""
     path = manifest_path(Path(folder, TAG), dist.get_rank())
     old = json.loads(path.read_text()) | {"version": 1}
-    for key in ("layout", "is_known", "leaves_out_frozen"):
+    for key in ("layout", "is_known", "leaves_out_frozen", "digest", "digests"):
         del old[key]
     for part in old["parts"].values():
         del part["dtype"]

@@ -10,18 +10,21 @@ one of them is raised on all, so that none waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
+from ds_npu.checkpoint.allowed_classes import named_classes
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
 from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks
+from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine, check_universal
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.checkpoints.reassembly import Overlaid, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
@@ -38,31 +41,40 @@ T = TypeVar("T")
 class AnyLayoutCheckpoints(TopologyEngine):
     """How an engine writes what its checkpoints hold, and loads one of another layout; every rank calls it together."""
 
+    allowed_files: AllowedFilesEngine | None = None
+    """DeepSpeed's checkpoint engine in ds_npu's form; None where the config asks for another one of DeepSpeed's."""
+
     def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, of a checkpoint of any layout.
 
         Raises CheckpointError, on every rank the same, for one whose files are not all there, whose weights are not
         those of the model, or whose optimizer's state has other shapes.
         """
-        is_other_kind = not self.has_manifests or self.load_universal_checkpoint()
-        folder = None if is_other_kind else _folder_of(load_dir, tag)
+        self.finish_saving()
+        folder = _folder_of(load_dir, tag, "latest_universal" if self.load_universal_checkpoint() else "latest")
         if folder is None:
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
-        written, asked = WrittenCheckpoint(folder, CLASSES), Asked(*args, **kwargs)
+        if self.load_universal_checkpoint():
+            share = dist.get_rank(), dist.get_world_size()
+            _on_every_rank(lambda: check_universal(folder, self.allowed_classes, *share))
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        if not self.has_manifests:
+            return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
+        written, asked = WrittenCheckpoint(folder, self.allowed_classes), Asked(*args, **kwargs)
         if not any(_on_every_rank(lambda: written.has_manifests)):
             _on_every_rank(lambda: self._check_own_files(folder, asked))
-            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+            return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
         _on_every_rank(lambda: written.check_files(dist.get_rank(), dist.get_world_size()))
         partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
         if self._is_layout_of(written) and not partitions_alone:
             if written.leaves_out_frozen:
                 self._check_fit(written, asked)
-            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+            return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
         if not all(_on_every_rank(lambda: written.is_known)):
             if written.plain_weights():
                 self._check_fit(written, asked)
             _on_every_rank(lambda: self._check_own_files(folder, asked, written))
-            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+            return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
         self._check_fit(written, asked)
         message = "%s: this rank's part is taken from the files of %s ranks"
         logger().info(message, written.folder, len(written.manifests))
@@ -77,6 +89,39 @@ class AnyLayoutCheckpoints(TopologyEngine):
         finally:
             self.checkpoint_engine, self.reassembled = plain, None
 
+    def _load_own_files(self, folder: Path, load_dir: Any, tag: str | None, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's load of the files that this rank would have written, which are read before it begins."""
+        engine = self.allowed_files
+        if engine is None:
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        try:
+            _on_every_rank(lambda: engine.prepare(self._own_files(folder, Asked(*args, **kwargs))))
+            return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        finally:
+            engine.forget_prepared()
+
+    def _own_files(self, folder: Path, asked: Asked) -> list[Path]:
+        """The files in ``folder`` that DeepSpeed reads on this rank."""
+        where = str(folder.parent), folder.name
+        names = [self._get_ckpt_name(*where)] if self.has_manifests else []
+        if self.zero_optimization() and not asked.leaves_states_out:
+            names.append(self._get_zero_ckpt_name(*where))
+        experts: Any = self
+        if experts.has_experts and not self.zero_optimization_partition_weights():
+            names.append(experts.expert_file(folder))
+        return [path for path in map(Path, names) if path.is_file()]
+
+    @property
+    def allowed_classes(self) -> Sequence[Any]:
+        """The classes that files of checkpoints may hold besides tensors and plain Python values."""
+        return (*CLASSES, *named_classes(self._config.ds_npu.config.checkpoint.allowed_classes))
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        if type(self.checkpoint_engine) is TorchCheckpointEngine:
+            self.allowed_files = AllowedFilesEngine(self._config, self.allowed_classes)
+            self.checkpoint_engine = self.allowed_files
+
     def _save_checkpoint(
         self,
         save_dir: str,
@@ -88,9 +133,11 @@ class AnyLayoutCheckpoints(TopologyEngine):
         folder, engine = Path(save_dir, str(tag)), self.checkpoint_engine
         path, manifest = manifest_path(folder, dist.get_rank()), manifest_of(self, folder, exclude_frozen_parameters)
         if isinstance(engine, CheckpointTransaction):
-            engine.write_text_last(path, lambda files: replace(manifest, files=files).to_json())
+            engine.write_text_last(
+                path, lambda made: replace(manifest, files=made.fingerprints, digests=made.digests).sealed()
+            )
         else:
-            path.write_text(manifest.to_json())
+            path.write_text(manifest.sealed())
 
     def _get_all_ckpt_names(self, folder: str, tag: str) -> list[str]:
         if self.reassembled is not None:
@@ -133,6 +180,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         try:
             # Nothing of it is sent to the other ranks.
             _on_every_rank(lambda: made.append(Reassembly(self, written, partitions_alone).state()))
+            logger().info("%s: %s bytes of files were read", written.folder, f"{written.bytes_read:,}")
         except CheckpointError:
             if has_any:
                 restore_maps(self.module, expert_maps, self.topology)
@@ -168,18 +216,18 @@ class AnyLayoutCheckpoints(TopologyEngine):
         return layout_of_optimizer(self.optimizer, list(self.module.parameters()))
 
 
-def _folder_of(load_dir: Any, tag: str | None) -> Path | None:
-    """The folder of a checkpoint; None where DeepSpeed says that there is none. Every rank calls it."""
+def _folder_of(load_dir: Any, tag: str | None, file: str) -> Path | None:
+    """The folder that ``tag`` or ``file`` names; None where DeepSpeed says that there is none. Every rank calls it."""
 
     def latest() -> str | None:
-        path = Path(load_dir, "latest")
+        path = Path(load_dir, file)
         return path.read_text().strip() if tag is None and path.is_file() else tag
 
     tags = _on_every_rank(latest)
     if len(set(map(str, tags))) > 1:
         first, rank = next((each, rank) for rank, each in enumerate(tags) if str(each) != str(tags[0]))
         raise CheckpointError(
-            f"{load_dir}: rank 0 is to load {tags[0]}, and rank {rank} {first} (None: it sees no file named latest). "
+            f"{load_dir}: rank 0 is to load {tags[0]}, and rank {rank} {first} (None: it sees no file named {file}). "
             "What to do: put the checkpoint on a disk that all ranks see, and give all of them the same tag"
         )
     return None if tags[0] is None else Path(load_dir, str(tags[0]))

@@ -7,39 +7,33 @@ had the same name, and ``latest`` itself, and ends in torch's "[enforce fail at 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
-import stat
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_npu.checkpoint.contents import fingerprint
+from ds_npu.checkpoint.digests import DigestedWriter, FileDigests, flush_folder
 from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
-from ds_npu.engine.topology_engine import TopologyEngine
-from ds_npu.topology.degrees import NAMES, Axis
+from ds_npu.checkpoint.wholeness import UNFINISHED
+from ds_npu.engine.checkpoints.agreement import CollectiveAgreement, RankAgreement
 
-RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-"""Scripts that DeepSpeed adds to its checkpoints; they make one file of weights of them."""
-REFUSING_SCRIPT = """#!/usr/bin/env python
-raise SystemExit(
-    "The weights in this checkpoint are sharded over the ranks of {axes}, which DeepSpeed's script does not put "
-    "together. What to do: in a run with the same config, engine.load_checkpoint(folder) and then "
-    "engine.save_pretrained(target) or engine.whole_state_dict()."
-)
-"""
-UNFINISHED = ".unfinished"
 OF_A_CHECKPOINT = re.compile(
     r"(.*mp_rank_\d+_(model|optim)_states\.pt|layer_\d+-.*model_states\.pt|experts_.*_model_states\.pt"
     r"|ds_npu_layout_rank_\d+\.json)(\.unfinished)?"
 )
 """Names that ranks' files have in the folder of a checkpoint."""
+SAVING = ".saving"
+"""The end of the name of a lock in the folder of checkpoints."""
 SHOWN = 4
 
 
@@ -50,47 +44,61 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     RuntimeError on all ranks alike; every file that was there before is then as it was.
     """
 
-    def __init__(self, plain: TorchCheckpointEngine, save_latest: bool) -> None:
+    def __init__(self, plain: TorchCheckpointEngine, save_latest: bool, agreement: RankAgreement | None = None) -> None:
         self.__dict__.update(vars(plain))
         self.save_latest = save_latest
+        self._agreement = agreement or CollectiveAgreement()
         self.unfinished: list[Path] = []
         self.fingerprints: dict[str, str] = {}
-        self._last: list[tuple[Path, Callable[[Mapping[str, str]], str]]] = []
+        self.digests: dict[str, FileDigests] = {}
+        self._last: list[tuple[Path, Callable[[CheckpointTransaction], str]]] = []
+        self._lock: FolderLock | None = None
         self.failure: str | None = None
         self.error: Exception | None = None
+
+    def create(self, info: Any) -> None:
+        if dist.get_rank() == 0:
+            path = Path(info.save_dir, f".{str(info.tag).replace('/', '_')}{SAVING}")
+            self.attempt(path, lambda: self._lock_folder(path))
+
+    def _lock_folder(self, path: Path) -> None:
+        self._lock = FolderLock(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         upstream: Any = super()
         self.attempt(Path(path), lambda: upstream.makedirs(path, exist_ok=exist_ok))
 
     def save(self, state_dict: Any, path: str) -> None:
-        upstream: Any = super()
-
         def write(unfinished: Path) -> None:
-            upstream.save(state_dict, str(unfinished))
+            with DigestedWriter(unfinished) as writer:
+                file: Any = writer
+                torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
+            self.digests[Path(path).name] = writer.digests()
             if zipfile.is_zipfile(unfinished):
                 self.fingerprints[Path(path).name] = fingerprint(unfinished)
 
         self._write(Path(path), write, tensor_bytes(state_dict))
 
-    def write_text_last(self, path: Path, text_of: Callable[[Mapping[str, str]], str]) -> None:
-        """Write ``text_of(fingerprints by file name)`` when all other files are written."""
+    def write_text_last(self, path: Path, text_of: Callable[[CheckpointTransaction], str]) -> None:
+        """Write ``text_of(self)`` when all other files are written."""
         self._last.append((path, text_of))
 
     def commit(self, info: Any) -> bool:
         folder = Path(info.save_dir)
         for path, text_of in self._last:
-            text = text_of(self.fingerprints)
+            text = text_of(self)
             self._write(path, partial(_write_text, text), len(text))
         if self.save_latest and dist.get_rank() == 0:
-            self._write(folder / "latest", lambda unfinished: unfinished.write_text(str(info.tag)), 0)
+            self._write(folder / "latest", partial(_write_text, str(info.tag)), 0)
         self._agree(info)
         latest = [each for each in self.unfinished if each.name == f"latest{UNFINISHED}"]
         for each in (file for file in self.unfinished if file not in latest):
             self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
+        self.attempt(folder, lambda: flush_folder(folder / str(info.tag)))
         self._agree(info)
         for each in latest:
             self.attempt(each, lambda each=each: each.replace(each.with_suffix("")))  # type: ignore[misc]
+        self.attempt(folder, lambda: flush_folder(folder))
         self._agree(info)
         self._remove_older(folder / str(info.tag))
         return True
@@ -112,6 +120,9 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         """Remove what was written and got no name."""
         for each in self.unfinished:
             each.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def _remove_older(self, folder: Path) -> None:
         """Remove files of an earlier checkpoint of the same name, which other ranks or another layout had.
@@ -119,8 +130,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         All of the new one have their names by now. Files that cannot be removed
         are left: no load of the new one reads them.
         """
-        names: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(names, [each.name.removesuffix(UNFINISHED) for each in self.unfinished])
+        names = self._agreement.gather([each.name.removesuffix(UNFINISHED) for each in self.unfinished])
         new = {name for each in names for name in each}
         with suppress(OSError):
             for path in folder.iterdir():
@@ -134,13 +144,12 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 
     def _agree(self, info: Any) -> None:
         """Raise RuntimeError on every rank if one of them has failed; nothing of this checkpoint is left then."""
-        failures: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, self.failure)
+        failures: list[str | None] = self._agreement.gather(self.failure)
         found = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
         if not found:
             return
         self.remove_unfinished()
-        dist.barrier()
+        self._agreement.barrier()
         if dist.get_rank() == 0:
             with suppress(OSError):  # it may hold an earlier checkpoint of the same name
                 Path(info.save_dir, str(info.tag)).rmdir()
@@ -151,44 +160,29 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
         ) from self.error
 
 
-class AtomicCheckpoints(TopologyEngine):
-    """How an engine saves checkpoints; all ranks call it, as DeepSpeed wants."""
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """DeepSpeed's; raises RuntimeError on every rank where one cannot write, with earlier checkpoints untouched."""
-        plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
-        if type(plain) is not TorchCheckpointEngine:  # another of DeepSpeed's, which writes in its own time
-            return bool(super().save_checkpoint(save_dir, tag, *given))
-        self.checkpoint_engine = transaction = CheckpointTransaction(plain, save_latest)
-        try:
-            return bool(super().save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
-        finally:
-            self.checkpoint_engine = plain
-            transaction.remove_unfinished()
-
-    def _copy_recovery_script(self, save_path: str) -> None:
-        copy = partial(self._refuse_recovery if self.is_sharded else super()._copy_recovery_script, save_path)
-        if isinstance(self.checkpoint_engine, CheckpointTransaction):
-            self.checkpoint_engine.attempt(Path(save_path), copy)
-        else:
-            copy()
-
-    def _refuse_recovery(self, folder: str) -> None:
-        """Put scripts in DeepSpeed's place, which would put shards together in a wrong way."""
-        axes: tuple[Axis, ...] = ("tp", "pp", "ep", "etp")
-        found = [f"{NAMES[axis]} {self.topology.size(axis)}" for axis in axes if self.topology.size(axis) > 1]
-        for name in RECOVERY_SCRIPTS:
-            script = Path(folder, name)
-            script.write_text(REFUSING_SCRIPT.format(axes=f"ds_npu.parallel: {', '.join(found)}"))
-            script.chmod(script.stat().st_mode | stat.S_IEXEC)
-
-
 def _write_text(text: str, path: Path) -> None:
-    path.write_text(text)
+    with DigestedWriter(path) as writer:
+        writer.write(text.encode())
+
+
+class FolderLock:
+    """The right of one run to save one checkpoint: another run that saves to the same folder at a time is refused.
+
+    The system takes it from a process that dies.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._descriptor)
+            raise OSError(f"another run is saving this checkpoint ({path.name} is locked)") from error
+        except OSError:  # a disk without locks
+            pass
+
+    def release(self) -> None:
+        """Remove the lock."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)

@@ -12,10 +12,12 @@ from torch import nn
 
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE
+from ds_npu.checkpoint.selection import Selection
 from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.checkpoints.weights_only import PARTITIONS
 from ds_npu.engine.checkpoints.written_files import OF_RANKS, layout_description, numel_of, partition_start
 from ds_npu.features.experts.relocation import EXPERT_MAP
+from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.zero_ext.optimizer_layout import PLAIN, ZERO, OptimizerLayout
 
@@ -59,7 +61,7 @@ class Reassembly:
     def state(self) -> State:
         """All files as one: of the model, with the run's counters, and of the optimizer."""
         found = self.written.model_state()
-        theirs = self.written.of_optimizer((ZERO, PLAIN))
+        theirs = self.written.of_optimizer((ZERO, PLAIN), OF_PRECISION)
         found |= {
             REASSEMBLED: True,
             MODULE: self._module(),
@@ -89,15 +91,18 @@ class Reassembly:
             if (weight is not None and self.is_partitioned) or not isinstance(tensor, torch.Tensor):
                 found[name] = tensor
             elif name in self.names:
-                whole = self.written.value(name)
-                found[name] = whole if weight is None else self._own(weight, whole)
+                found[name] = (
+                    self.written.value(name)
+                    if weight is None
+                    else self.written.value(name, self._mine(weight)).view(unpartitioned_shape(weight))
+                )
         return found
 
-    def _own(self, weight: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of the shape of the plain weight."""
-        for axis, sharding in placement_of(weight).sharded.items():
-            whole = sharding.take(whole, self.engine.topology.rank(axis))
-        return whole
+    def _mine(self, weight: nn.Parameter, first: int = 0, numel: int | None = None) -> Selection:
+        """Elements of this rank's part of a weight."""
+        shards = placement_of(weight).sharded.items()
+        ranks = [(sharding, self.engine.topology.rank(axis)) for axis, sharding in shards]
+        return Selection(ranks, first, numel)
 
     def _fragments(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Under ZeRO 3, this rank's even part of each weight, or of those that are not trained, by name."""
@@ -114,10 +119,10 @@ class Reassembly:
                 yield name, held.detach().to("cpu", copy=True)
                 continue
             part = held.new_zeros(held.shape, device="cpu").view(-1)
-            flat = self._own(weight, self.written.value(name)).reshape(-1)
             first = partition_start(weight)
-            mine = flat[first : first + held.numel()]
-            part[: mine.numel()] = mine
+            numel = max(min(held.numel(), numel_of(weight) - first), 0)
+            if numel:
+                part[:numel] = self.written.value(name, self._mine(weight, first, numel))
             yield name, part.view(held.shape)
 
     def _fill(self, found: State, layout: OptimizerLayout) -> None:
@@ -131,17 +136,20 @@ class Reassembly:
             if name not in self.names:
                 continue
             settings[run.group] = settings.get(run.group) or self.written.settings(name)
-            mine = slice(run.start, run.start + run.numel), slice(run.first, run.first + run.numel)
+            mine, wanted = slice(run.start, run.start + run.numel), self._mine(weight, run.first, run.numel)
             if layout.values is not None:
-                part = self._own(weight, self.written.value(name)) if self.is_partitioned else found[MODULE][name]
-                flats[run.flat].view(-1)[mine[0]] = part.reshape(-1)[mine[1]]
-            for each, value in self.written.state(name).items():
+                flats[run.flat].view(-1)[mine] = (
+                    self.written.value(name, wanted)
+                    if self.is_partitioned
+                    else found[MODULE][name].reshape(-1)[run.first : run.first + run.numel]
+                )
+            for each, value in self.written.state(name, wanted).items():
                 own = states.setdefault(run.flat, {})
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:
                     own[each] = copy.deepcopy(value)  # Each weight counts its own steps.
                     continue
                 flat = own.setdefault(each, torch.zeros(flats[run.flat].shape, dtype=value.dtype))
-                flat.view(-1)[mine[0]] = self._own(weight, value).reshape(-1)[mine[1]]
+                flat.view(-1)[mine] = value
         if layout.values is not None:
             # The lists are the optimizer's own.
             held = [[*each] if isinstance(each, list) else each for each in _at(found, layout.values)]

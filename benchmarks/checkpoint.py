@@ -1,0 +1,224 @@
+"""Saving and loading checkpoints: what a call blocks on a slow disk, how fast files are written, how much is read.
+
+    python benchmarks/checkpoint.py
+
+Two ranks on the CPU over gloo, a Llama in float32, ZeRO 1. The slow disk is the disk behind a brake: each rank's writes
+are held to a speed. `plain` writes the bytes of the same files in pieces of 4 MiB, and flushes them, as saving does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+RANKS, MIB = 2, 2**20
+PIECE_BYTES = 4 * MIB
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1376,
+    "num_hidden_layers": 6,
+    "vocab_size": 8192,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+LAYOUTS: tuple[dict[str, Any], ...] = ({"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}})
+
+
+def engine_of(**section: Any) -> Any:
+    deepspeed: Any = importlib.import_module("deepspeed")
+    transformers: Any = importlib.import_module("transformers")
+    importlib.import_module("torch").manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    config = {
+        "train_micro_batch_size_per_gpu": RANKS,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "ds_npu": section,
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train(engine: Any) -> None:
+    ids = importlib.import_module("torch").arange(64).view(RANKS, 32) % 100
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+
+
+@contextmanager
+def brake(mib_per_s: float) -> Iterator[None]:
+    """Hold this process's writes to a speed."""
+    write = os.write
+
+    def slowly(descriptor: int, data: Any) -> int:
+        count = write(descriptor, data)
+        if count > 2**16:
+            time.sleep(count / MIB / mib_per_s)
+        return count
+
+    os.write = slowly
+    try:
+        yield
+    finally:
+        os.write = write
+
+
+@contextmanager
+def snapshot_seconds() -> Iterator[list[float]]:
+    """The seconds that snapshots take in the block."""
+    snapshot: Any = importlib.import_module("ds_npu.memory.host_snapshot").HostSnapshot
+    of, found, depth = snapshot.of, [0.0], [0]
+
+    def counted(self: Any, *given: Any) -> Any:
+        depth[0] += 1
+        begun = time.perf_counter()
+        made = of(self, *given)
+        depth[0] -= 1
+        found[0] += 0.0 if depth[0] else time.perf_counter() - begun
+        return made
+
+    snapshot.of = counted
+    try:
+        yield found
+    finally:
+        snapshot.of = of
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a call that all ranks begin at once."""
+    importlib.import_module("torch.distributed").barrier()
+    begun = time.perf_counter()
+    call()
+    return time.perf_counter() - begun
+
+
+def plain_writes(folder: Path, sizes: list[int]) -> None:
+    """Write files of these sizes, as plainly as can be; all ranks end together, as a save does."""
+    data = memoryview(os.urandom(PIECE_BYTES))
+    for index, size in enumerate(sizes):
+        descriptor = os.open(folder / f"plain_{os.getpid()}_{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for start in range(0, size, PIECE_BYTES):
+            os.write(descriptor, data[: size - start])
+        os.fsync(descriptor)
+        os.close(descriptor)
+    importlib.import_module("torch.distributed").barrier()
+
+
+def on_a_slow_disk(folder: Path, engines: tuple[Any, Any], arguments: argparse.Namespace) -> Iterator[str]:
+    blocking, behind = engines
+    behind.save_checkpoint(str(folder / "first"))  # it allocates the snapshot's memory
+    behind.finish_saving()
+    yield f"a disk of {arguments.mib_per_s:.0f} MiB/s a rank, rank 0:"
+    for _ in range(arguments.rounds):
+        with brake(arguments.mib_per_s), snapshot_seconds() as copied:
+            blocked = timed(lambda: blocking.save_checkpoint(str(folder / "blocking")))
+            call = timed(lambda: behind.save_checkpoint(str(folder / "behind")))
+            behind.finish_saving()
+        rest = call - copied[0]
+        yield (
+            f"  a save that blocks: {blocked:.2f} s; behind training: {call:.3f} s, of which the snapshot "
+            f"{copied[0]:.3f} s; the rest is {rest / blocked:.4f} of the save that blocks"
+        )
+
+
+def against_plain_writes(folder: Path, rank: int, engine: Any, rounds: int) -> Iterator[str]:
+    engine.save_checkpoint(str(folder / "fast"))
+    tag = folder / "fast" / (folder / "fast" / "latest").read_text()
+    sizes = [
+        path.stat().st_size
+        for path in tag.glob("*.pt")
+        if (f"pp_rank_{rank}_" in path.name) or (rank == 0 and "pp_rank" not in path.name)
+    ]
+    yield f"rank 0 writes {sum(sizes) / MIB:,.0f} MiB; the seconds of plain writes / those of a save:"
+    for _ in range(rounds):
+        plain = timed(lambda: plain_writes(folder, sizes))
+        saved = timed(lambda: engine.save_checkpoint(str(folder / "fast")))
+        yield f"  {plain:.2f} / {saved:.2f} = {plain / saved:.2f}"
+
+
+class BytesRead(logging.Handler):
+    """The bytes that the log says were read."""
+
+    found = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = re.search(r": ([\d,]+) bytes of files were read", record.getMessage())
+        self.found = int(told[1].replace(",", "")) if told else self.found
+
+
+def at_other_layouts(folder: Path) -> Iterator[str]:
+    """Bytes that each rank reads, and keeps: of its weights, their masters and both moments, in float32."""
+    log: Any = importlib.import_module("ds_npu.log")
+    dist: Any = importlib.import_module("torch.distributed")
+    for section in LAYOUTS:
+        engine, handler = engine_of(**section), BytesRead()
+        log.logger().addHandler(handler)
+        engine.load_checkpoint(str(folder / "fast"))
+        log.logger().removeHandler(handler)
+        stepped = sum(run.numel for run in engine.optimizer_layout.runs.values())
+        kept = 4 * (sum(each.numel() for each in engine.module.parameters()) + 2 * stepped)
+        found: list[Any] = [None] * RANKS
+        dist.all_gather_object(found, (handler.found, kept))
+        for rank, (read, held) in enumerate(found):
+            sizes = f"reads {read / MIB:.1f} MiB and keeps {held / MIB:.1f} MiB: {read / held:.3f}"
+            yield f"ZeRO 1 of 2 ranks, loaded with {section['parallel']}: rank {rank} {sizes}"
+
+
+def measure(rank: int, folder: Path, arguments: argparse.Namespace) -> None:
+    importlib.import_module("ds_npu")
+    deepspeed: Any = importlib.import_module("deepspeed")
+    dist: Any = importlib.import_module("torch.distributed")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    blocking, behind = engine_of(), engine_of(checkpoint={"asynchronous": True})
+    train(blocking)
+    train(behind)
+    lines = itertools.chain(
+        on_a_slow_disk(folder, (blocking, behind), arguments),
+        against_plain_writes(folder, rank, blocking, arguments.rounds),
+        at_other_layouts(folder),
+    )
+    for line in lines:
+        if rank == 0:
+            print(line, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mib-per-s", type=float, default=100.0)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        measure(arguments.rank, arguments.folder, arguments)
+        return
+    environ = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", *sys.argv, "--folder", folder, "--rank"]
+        ranks = [
+            subprocess.Popen(
+                [*command, str(rank)], env=environ | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "2"}
+            )
+            for rank in range(RANKS)
+        ]
+        codes = [each.wait() for each in ranks]
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()

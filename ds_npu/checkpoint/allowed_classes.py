@@ -1,0 +1,18 @@
+"""The classes that files of checkpoints may hold besides tensors and plain Python values, by their names."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable, Iterator
+
+
+def named_classes(names: Iterable[str]) -> Iterator[object]:
+    """The class or function of each name, as ``package.module.Class``; raises ValueError where there is none."""
+    for name in names:
+        try:
+            found = pkgutil.resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{name} is no class that can be imported: {error}") from error
+        if not callable(found):
+            raise ValueError(f"{name} is no class that can be imported: it is of type {type(found).__name__}")
+        yield found

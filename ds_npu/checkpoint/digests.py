@@ -1,0 +1,253 @@
+"""Digests of the chunks of a file: made while it is written, compared while it is read, for the chunks that are read.
+
+They find damage, not malice: who can change a file can change its manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CHUNK_BYTES = 4 * 2**20
+DIGEST_CHARACTERS = 32
+"""Hexadecimal characters of a digest: the first 16 bytes of a SHA-256."""
+HEADER_BYTES = 30
+"""Bytes of the header of an archive's record, without its name."""
+SMALL_BYTES = 2**16
+"""Pieces below this size are hashed at once: to hand them to another thread takes longer."""
+
+
+def digest_of(data: Any) -> str:
+    """The digest of bytes, or of anything with a buffer."""
+    return hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """The digests of a file's chunks, which are of CHUNK_BYTES; the last one may be shorter."""
+
+    size: int
+    """Bytes of the file."""
+    chunks: tuple[str, ...]
+
+
+class DamagedFileError(Exception):
+    """A file is not what was written: ``chunk`` (None: its size) differs."""
+
+    def __init__(self, path: Path, chunk: int | None, message: str) -> None:
+        self.path, self.chunk = path, chunk
+        super().__init__(f"{path}: {message}")
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first byte of the damaged chunk, and the first one behind it; None for a file of another size."""
+        return None if self.chunk is None else (self.chunk * CHUNK_BYTES, (self.chunk + 1) * CHUNK_BYTES)
+
+
+class DigestedWriter(io.RawIOBase):
+    """A new file at ``path`` whose chunks are hashed, on another thread, while they are written.
+
+    Leaving its context flushes the file to the disk. Raises OSError where it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._hashing = ThreadPoolExecutor(1, "ds_npu_digests")
+        self._size, self._chunks, self._current = 0, list[str](), hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``, a buffer of bytes; returns its size in bytes."""
+        view = memoryview(data)
+        if len(view) < SMALL_BYTES:
+            self._hash(view)
+            _write_all(self._descriptor, view)
+        else:
+            # The caller may change its buffer once this returns.
+            hashed = self._hashing.submit(self._hash, view)
+            try:
+                _write_all(self._descriptor, view)
+            finally:
+                hashed.result()
+        return len(view)
+
+    def _hash(self, view: memoryview) -> None:
+        while len(view):
+            piece = view[: CHUNK_BYTES - self._size % CHUNK_BYTES]
+            self._current.update(piece)
+            self._size += len(piece)
+            view = view[len(piece) :]
+            if self._size % CHUNK_BYTES == 0:
+                self._end_chunk()
+
+    def _end_chunk(self) -> None:
+        self._chunks.append(self._current.hexdigest()[:DIGEST_CHARACTERS])
+        self._current = hashlib.sha256()
+
+    def digests(self) -> FileDigests:
+        """The digests of all that was written; nothing may be written behind them."""
+        if len(self._chunks) * CHUNK_BYTES < self._size:
+            self._end_chunk()
+        return FileDigests(self._size, tuple(self._chunks))
+
+    def __exit__(self, kind: object, *args: object) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._hashing.shutdown()
+            os.close(self._descriptor)
+        super().close()
+
+
+def _write_all(descriptor: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(descriptor, view) :]
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in ``folder`` to the disk; a file system that cannot do that is let off."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class VerifiedReader(io.RawIOBase):
+    """The file at ``path``, whose chunks are compared with ``digests`` (None: not known) when they are first read.
+
+    torch's reader of archives swallows errors of what it reads from: the first one is in ``failure``, and nothing more
+    is read. Raises OSError where the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, digests: FileDigests | None) -> None:
+        super().__init__()
+        self.path, self._digests = path, digests
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._descriptor).st_size
+        self.failure: DamagedFileError | OSError | None = None
+        self.headers: frozenset[int] = frozenset()
+        """Offsets of an archive's headers, which are read without their chunk; the directory tells the same."""
+        if digests is not None and digests.size != self.size:
+            message = f"it has {self.size:,} bytes, and {digests.size:,} were written"
+            self.failure = DamagedFileError(path, None, message)
+        self.bytes_read = 0
+        """Bytes that were read from the file."""
+        self._position = 0
+        self._verified: set[int] = set()
+        self._kept: tuple[int, bytearray] = (-1, bytearray())
+        """The chunk that was read last, as a part, by its index."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.size}[whence]
+        self._position = max(start + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(self.size - self._position, 0)]
+        try:
+            self.read_at(self._position, view)
+        except (DamagedFileError, OSError):
+            return 0
+        self._position += len(view)
+        return len(view)
+
+    def read_at(self, start: int, view: memoryview) -> None:
+        """Fill ``view`` with the bytes from ``start`` on; raises DamagedFileError or OSError."""
+        if self.failure is not None:
+            raise self.failure
+        try:
+            self._read_verified(start, view)
+        except (DamagedFileError, OSError) as error:
+            self.failure = error
+            raise
+
+    def _read_verified(self, start: int, view: memoryview) -> None:
+        is_header = start in self.headers and len(view) <= HEADER_BYTES and start // CHUNK_BYTES != self._kept[0]
+        if self._digests is None or is_header:
+            self._fill(start, view)
+            return
+        done = 0
+        while done < len(view):
+            chunk, offset = divmod(start + done, CHUNK_BYTES)
+            count = min(len(view) - done, CHUNK_BYTES - offset)
+            self._read_of_chunk(chunk, offset, view[done : done + count])
+            done += count
+
+    def verify_all(self) -> None:
+        """Read all chunks; raises DamagedFileError."""
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        for start in range(0, self.size, CHUNK_BYTES):
+            self.read_at(start, buffer[: self.size - start])
+
+    def _read_of_chunk(self, chunk: int, offset: int, view: memoryview) -> None:
+        begin = chunk * CHUNK_BYTES
+        numel = min(CHUNK_BYTES, self.size - begin)
+        if len(view) == numel:
+            self._fill(begin, view)
+            self._verify(chunk, view)
+            return
+        if self._kept[0] != chunk:
+            whole = bytearray(numel)
+            self._fill(begin, memoryview(whole))
+            self._verify(chunk, whole)
+            self._kept = chunk, whole
+        view[:] = self._kept[1][offset : offset + len(view)]
+
+    def _verify(self, chunk: int, data: Any) -> None:
+        if chunk in self._verified or self._digests is None:
+            return
+        if digest_of(data) != self._digests.chunks[chunk]:
+            begin = chunk * CHUNK_BYTES
+            message = f"bytes {begin:,} to {begin + len(data):,} are not those that were written"
+            raise DamagedFileError(self.path, chunk, message)
+        self._verified.add(chunk)
+
+    def _fill(self, start: int, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._descriptor, [view[done:]], start + done)
+            if count == 0:
+                raise OSError(f"{self.path} ends at {start + done:,} of {start + len(view):,} bytes")
+            done += count
+        self.bytes_read += len(view)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._descriptor)
+        super().close()
+
+
+def damages(folder: Path, files: Mapping[str, FileDigests]) -> Iterator[DamagedFileError]:
+    """Read ``files`` in ``folder`` whole; the damage of each that is not as its digests say. Raises OSError."""
+    for name, digests in files.items():
+        with VerifiedReader(folder / name, digests) as reader:
+            try:
+                reader.verify_all()
+            except DamagedFileError as error:
+                yield error

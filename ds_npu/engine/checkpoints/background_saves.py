@@ -1,0 +1,142 @@
+"""Checkpoints that are written on a thread while training goes on (``ds_npu.checkpoint.asynchronous``).
+
+The call takes a snapshot in host memory; the thread writes DeepSpeed's files, agrees with the threads of all ranks, and
+renames them, ``latest`` last. One save runs at a time: the next one, a load, and the end of the process wait for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Set
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from ds_npu.engine.checkpoints.agreement import StoreAgreement
+from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.log import logger
+from ds_npu.memory.host_snapshot import HostSnapshot
+
+SIGNAL_WAIT_S, END_WAIT_S = 20.0, 300.0
+"""How long a process that ends waits for the files of other ranks, after a SIGTERM and without one."""
+ENGINES_COUNTED = itertools.count()
+"""Numbers of engines, which are made in the same order on each rank."""
+
+
+class BackgroundTransaction(CheckpointTransaction):
+    """A transaction whose files are written by ``run``, on another thread, from a snapshot."""
+
+    def __init__(
+        self, plain: TorchCheckpointEngine, save_latest: bool, saves: BackgroundSaves, at_once: Set[int]
+    ) -> None:
+        super().__init__(plain, save_latest, saves.agreement())
+        self._snapshot, self._begin, self._at_once = saves.snapshot, saves.begin, at_once
+        self._waiting: list[tuple[Any, str]] = []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self._waiting.append((self._snapshot.of(state_dict, self._at_once), path))
+
+    def commit(self, info: Any) -> bool:
+        self._snapshot.finish()
+        self._begin(Path(info.save_dir, str(info.tag)), lambda: self._run(info))
+        return True
+
+    def _run(self, info: Any) -> None:
+        try:
+            self._snapshot.wait()
+            while self._waiting:
+                super().save(*self._waiting.pop(0))
+            super().commit(info)
+        finally:
+            self._waiting.clear()
+            self.remove_unfinished()
+
+
+class BackgroundSaves:
+    """The saves of one engine that run behind its training, one at a time."""
+
+    def __init__(self, device_type: str, timeout_s: float) -> None:
+        self.snapshot = HostSnapshot(device_type)
+        self._timeout_s, self._count, self._number = timeout_s, 0, next(ENGINES_COUNTED)
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._agreement: StoreAgreement | None = None
+        self._has_signal = False
+        atexit.register(self._end)
+
+    def agreement(self) -> StoreAgreement:
+        """The agreement of the next save."""
+        self._count += 1
+        name = f"ds_npu checkpoint {self._number} {self._count}"
+        self._agreement = StoreAgreement(dist.distributed_c10d._get_default_store(), name, self._timeout_s)
+        return self._agreement
+
+    def begin(self, folder: Path, write: Callable[[], None]) -> None:
+        """Run ``write`` on a thread."""
+        self._thread = threading.Thread(target=self._run, args=(folder, write), name=f"saving {folder}", daemon=True)
+        self._take_signal()
+        self._thread.start()
+
+    def before_step(self) -> None:
+        """Let the device keep the optimizer step behind the snapshot; raise what a save has ended with."""
+        self.snapshot.hold_back()
+        if self._thread is not None and not self._thread.is_alive():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the running save is on the disk; raise the RuntimeError that it has ended with, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._leave_signal()
+        error, self._error = self._error, None
+        if error is not None:
+            raise RuntimeError(f"a save behind training has failed: {error}") from error
+
+    def _run(self, folder: Path, write: Callable[[], None]) -> None:
+        begun = time.monotonic()
+        try:
+            write()
+            if self._agreement is not None:
+                self._agreement.leave()
+            logger().info("%s is saved, %.1f s behind the call", folder, time.monotonic() - begun)
+        except Exception as error:  # it is raised in the training loop
+            self._error = error
+        finally:
+            self.snapshot.release()
+
+    def _take_signal(self) -> None:
+        """Let SIGTERM end the process when the save is on the disk, unless the script has a handler of its own."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._end_by_signal)
+            self._has_signal = True
+
+    def _leave_signal(self) -> None:
+        if self._has_signal and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._end_by_signal:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._has_signal = False
+
+    def _end_by_signal(self, number: int, frame: object) -> None:
+        self._end(SIGNAL_WAIT_S)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _end(self, longest_s: float = END_WAIT_S) -> None:
+        """Wait at the end of the process; its error has nobody else to go to."""
+        if self._thread is not None:
+            if self._agreement is not None:
+                # A rank may have died.
+                self._agreement.hurry(longest_s)
+            self._thread.join()
+        if self._error is not None:
+            logger().error("a save behind training has failed: %s", self._error)
+            self._error = None

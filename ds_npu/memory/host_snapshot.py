@@ -1,0 +1,116 @@
+"""A copy in host memory of nested dicts with tensors, as they are now, while training goes on.
+
+From a device the bytes go to pinned memory on a stream of their own. They have arrived when ``wait`` returns, and what
+is queued behind ``hold_back`` on the computing stream may write to the tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Set
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class HostSnapshot:
+    """One snapshot at a time; its memory is kept for the next one.
+
+    ``device_type``: that of the tensors that are copied behind other work; those on the host are copied at once.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._copies: dict[int, torch.Tensor] = {}
+        """Host memory, [bytes] uint8, by the number of its storage."""
+        self._sources: list[torch.Tensor] = []
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._stream: torch.Stream | None = None
+        self._arrived: torch.Event | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that are kept."""
+        kept = [*self._copies.values(), *(each for same in self._free.values() for each in same)]
+        return sum(each.numel() for each in kept)
+
+    def of(self, content: Any, at_once: Set[int] = frozenset()) -> Any:
+        """A copy of ``content`` whose tensors are on the host and share storages as they did.
+
+        ``at_once``: data pointers of storages that a forward may write to, which the computing stream copies itself.
+        """
+        if isinstance(content, torch.Tensor):
+            return self._tensor(content, at_once)
+        if isinstance(content, dict):
+            made = copy.copy(content)
+            for key, each in content.items():
+                made[key] = self.of(each, at_once)
+            return made
+        if type(content) in (list, tuple):
+            return type(content)(self.of(each, at_once) for each in content)
+        return copy.deepcopy(content)
+
+    def finish(self) -> None:
+        """Record that all was asked for."""
+        if self._stream is not None:
+            self._arrived = self._stream.record_event()
+
+    def hold_back(self) -> None:
+        """Let the computing stream wait until the copies have left the device; the host does not wait."""
+        if self._arrived is not None:
+            torch.get_device_module(self._device_type).current_stream().wait_event(self._arrived)
+        self._sources.clear()
+
+    def wait(self) -> None:
+        """Wait on the host until all bytes are there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def release(self) -> None:
+        """Give the memory to the next snapshot."""
+        for each in self._copies.values():
+            self._free.setdefault(each.numel(), []).append(each)
+        self._copies.clear()
+
+    def _tensor(self, tensor: torch.Tensor, at_once: Set[int]) -> torch.Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.detach().to("cpu", copy=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = tensor.detach()
+            storage = plain.untyped_storage()
+            if storage.nbytes() == 0:
+                made = torch.empty(plain.shape, dtype=plain.dtype)
+            else:
+                held = self._copy_of(storage, at_once).untyped_storage()
+                made = torch.empty(0, dtype=plain.dtype)
+                made.set_(held, plain.storage_offset(), plain.shape, plain.stride())
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    def _copy_of(self, storage: torch.UntypedStorage, at_once: Set[int]) -> torch.Tensor:
+        known = self._copies.get(storage._cdata)
+        if known is not None:
+            return known
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        is_here = storage.device.type == "cpu"
+        free = self._free.get(storage.nbytes())
+        target = free.pop() if free else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=not is_here)
+        if is_here:
+            target.copy_(source)
+        elif storage.data_ptr() in at_once:
+            target.copy_(source, non_blocking=True)
+        else:
+            self._copy_behind(target, source)
+        self._copies[storage._cdata] = target
+        # A storage that is freed before the snapshot ends could give its number to another one.
+        self._sources.append(source)
+        return target
+
+    def _copy_behind(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        device = torch.get_device_module(self._device_type)
+        if self._stream is None:
+            self._stream = device.Stream()
+        self._stream.wait_stream(device.current_stream())
+        with device.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)

@@ -1,0 +1,49 @@
+"""``checkpoint.asynchronous``: what is saved behind training, by slow writers, by writers that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import background_lives as lives
+import pytest
+from ranks import run_on_ranks
+
+from ds_npu.checkpoint.wholeness import newest_whole
+
+SCRIPT = Path(lives.__file__).with_name("background_script.py")
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize("cases", [[0, 2], [1], [3], [4], [5]], ids=str)
+def test_a_save_behind_training_holds_what_one_that_blocks_holds(cases, tmp_path):
+    run_on_ranks(2, lives.life, str(tmp_path), cases, deadline_s=400.0)
+
+
+@pytest.mark.slow
+def test_slow_writers_and_writers_that_fail(tmp_path):
+    run_on_ranks(2, lives.slow_writers, str(tmp_path), deadline_s=400.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["wait", "error", "end"])
+def test_a_process_that_ends_while_it_saves(end, tmp_path):
+    """At its end, after an error and after SIGTERM it writes what it has begun."""
+    environ = os.environ | {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+    command = [sys.executable, str(SCRIPT), str(tmp_path), end]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as script:
+        lines = iter(script.stdout.readline, "")
+        said = [next(lines)]
+        while "saving\n" not in said:
+            said.append(next(lines))
+        if end == "wait":
+            script.send_signal(signal.SIGTERM)
+        said += lines
+        code = script.wait(100)
+    assert code == {"wait": -signal.SIGTERM, "error": 1, "end": 0}[end], said
+    assert newest_whole(tmp_path) == tmp_path / "global_step1" and (tmp_path / "latest").exists(), said
+    assert not list(tmp_path.rglob("*.unfinished"))

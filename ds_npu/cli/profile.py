@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds_npu.cli.command import Command, refused
 from ds_npu.step_time.profile_folder import traces_in
-from ds_npu.step_time.step_report import report_json, report_of, report_svg, report_text
+from ds_npu.step_time.step_report import report_json, report_svg, report_text, step_report
 from ds_npu.step_time.trace import TraceError
 
 
@@ -20,7 +20,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     try:
-        report = report_of(traces_in(arguments.folder))
+        report = step_report(traces_in(arguments.folder))
     except TraceError as error:
         return refused("profile", _shown(str(error)), 1)
     for line in report_text(report):

@@ -171,7 +171,7 @@ def _build(toolchain: Toolchain, home: Path) -> None:
 
 
 def _install_msprof(home: Path) -> None:
-    """The command ``msprof``, which torch_npu looks for in PATH, and the script beside it that it also asks for."""
+    """The command ``msprof``, which torch_npu looks for in PATH, and the script that it also asks for."""
     script, command = home / MSPROF_SCRIPT, home / MSPROF_FOLDER / "msprof"
     for file in (script, command):
         file.parent.mkdir(parents=True)

@@ -171,7 +171,7 @@ def _add_kernel(database: Database, index: int, task: Mapping[str, Any], core: s
     database.add("COMPUTE_TASK_INFO", named, index, 24, 0, number(core), number(kind), *sides, number(""))
 
 
-def main(arguments: list[str]) -> int:
+def run_msprof(arguments: list[str]) -> int:
     """Run ``msprof`` with ``arguments``; returns the exit code."""
     options = dict(each.removeprefix("--").partition("=")[::2] for each in arguments)
     if "help" in options or not options:
@@ -190,4 +190,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_msprof(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What a device does at each time of a step: one activity after the other, out of work that overlaps."""
+"""The activities of a device in a step, one after the other, made of work that overlaps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Interval(NamedTuple):
     ended: int
 
 
-class Part(NamedTuple):
+class TimedPart(NamedTuple):
     """Work from ``begun`` to ``ended`` nanoseconds; that of a smaller ``precedence`` hides others at the same time."""
 
     precedence: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     ended: int
 
 
-def one_after_another(parts: Iterable[Part], end: int, after: str = HOST) -> tuple[Interval, ...]:
+def one_after_another(parts: Iterable[TimedPart], end: int, after: str = HOST) -> tuple[Interval, ...]:
     """The activity at each time from 0 to ``end``.
 
     Communication along several axes at one time is an activity of its own. Where there is nothing, the device waits for

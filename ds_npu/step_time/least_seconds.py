@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from ds_npu.step_time.trace import ATTENTION, PRODUCTS, Work, kind_of
+from ds_npu.step_time.trace import ATTENTION, PRODUCTS, OperatorTensors, kind_of
 from ds_npu.topology.machine import Machine
 
 BACKWARD = 2.5
 """FLOP of the backward of an attention, which computes its scores again: 5 products for the forward's 2."""
 
 
-def least_seconds(machine: Machine, name: str, work: Work | None) -> float | None:
+def least_seconds(machine: Machine, name: str, work: OperatorTensors | None) -> float | None:
     """Seconds of one call of ``name``; None where shapes are not known, or say too little."""
     if work is None or not work.shapes:
         return None
@@ -28,13 +28,13 @@ def least_seconds(machine: Machine, name: str, work: Work | None) -> float | Non
     return machine.memory_seconds(_bytes(work)) if _bytes(work) else None
 
 
-def _bytes(work: Work) -> float:
+def _bytes(work: OperatorTensors) -> float:
     sizes = [math.prod(shape) * size for shape, size in zip(work.shapes, work.itemsizes, strict=True)]
     return float(sum(sizes) + (0 if work.outputs else max(sizes)))
 
 
-def _product(machine: Machine, work: Work) -> float | None:
-    """Of two factors whose inner sizes agree, on either side: CANN also multiplies matrices that are transposed."""
+def _product(machine: Machine, work: OperatorTensors) -> float | None:
+    """Seconds of a product of two factors whose inner sizes agree on any side: CANN also takes them transposed."""
     arguments = list(zip(work.shapes, work.itemsizes, strict=True))
     if work.outputs:
         arguments = arguments[: -work.outputs]
@@ -68,8 +68,8 @@ def _sizes(a: tuple[int, ...], b: tuple[int, ...], result: tuple[int, ...] | Non
     return None
 
 
-def _attention(machine: Machine, name: str, work: Work) -> float | None:
-    """Of ATen's attentions, whose arguments begin with q, k and v [B, N, S, D], in backward with the gradient."""
+def _attention(machine: Machine, name: str, work: OperatorTensors) -> float | None:
+    """Seconds of an attention of ATen: its arguments are q, k and v [B, N, S, D], in backward behind a gradient."""
     is_backward = "backward" in name.lower()
     arguments = work.shapes[1:4] if is_backward else work.shapes[:3]
     if not name.startswith("aten::") or len(arguments) < 3 or any(len(shape) != 4 for shape in arguments):

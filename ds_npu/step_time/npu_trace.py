@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from ds_npu.step_time.trace import Header, Message, Operation, RankTrace, TraceError, Work, kind_of
+from ds_npu.step_time.trace import CommunicatorCall, Header, Operation, OperatorTensors, RankTrace, TraceError, kind_of
 
 DATABASES = "ASCEND_PROFILER_OUTPUT/ascend_pytorch_profiler*.db"
 """In the folder of a trace."""
@@ -87,18 +87,20 @@ def _operations(database: sqlite3.Connection) -> Iterator[Operation]:
         yield Operation(name, kind_of(name), ((begun, ended),), _work(*shapes))
 
 
-def _messages(database: sqlite3.Connection, groups: Mapping[str, tuple[int, ...]]) -> Iterator[Message]:
+def _messages(database: sqlite3.Connection, groups: Mapping[str, tuple[int, ...]]) -> Iterator[CommunicatorCall]:
     for name, communicator, begun, ended in database.execute(CALLS):
         found = CALL.match(name)
         called = found[1] if found else name
-        yield Message(NAMES.get(called, called), groups.get(communicator, ()), begun, ended)
+        yield CommunicatorCall(NAMES.get(called, called), groups.get(communicator, ()), begun, ended)
 
 
-def _work(ins: str | None, in_types: str | None, outs: str | None, out_types: str | None) -> Work | None:
+def _work(ins: str | None, in_types: str | None, outs: str | None, out_types: str | None) -> OperatorTensors | None:
     """Shapes as CANN writes them, ``"2,3;4"``, with the types of each."""
     shapes, itemsizes = _shapes(ins, in_types)
     results, result_sizes = _shapes(outs, out_types)
-    return Work((*shapes, *results), (*itemsizes, *result_sizes), len(results)) if shapes or results else None
+    return (
+        OperatorTensors((*shapes, *results), (*itemsizes, *result_sizes), len(results)) if shapes or results else None
+    )
 
 
 def _shapes(text: str | None, types: str | None) -> tuple[list[tuple[int, ...]], list[int]]:

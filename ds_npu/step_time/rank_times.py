@@ -15,14 +15,14 @@ from ds_npu.step_time.intervals import (
     NANO,
     WAITS,
     Interval,
-    Part,
+    TimedPart,
     axes_between,
     one_after_another,
     seconds_of,
 )
 from ds_npu.step_time.lanes import columns_of
 from ds_npu.step_time.least_seconds import least_seconds
-from ds_npu.step_time.trace import KINDS, CallKey, Header, RankTrace, Work
+from ds_npu.step_time.trace import KINDS, CallKey, Header, OperatorTensors, RankTrace
 from ds_npu.topology.degrees import NAMES, Degrees
 from ds_npu.topology.machine import machine_named
 
@@ -80,7 +80,9 @@ def shortest(every: Iterable[Durations]) -> dict[CallKey, int]:
 def rank_times(trace: RankTrace, least: Durations) -> RankTimes:
     """The times of ``trace``; ``least``: the shortest duration of calls, by which a rank's own are waits."""
     end = trace.ended - trace.begun
-    parts = [Part(p, name, begun - trace.begun, ended - trace.begun) for p, name, begun, ended in _parts(trace, least)]
+    parts = [
+        TimedPart(p, name, begun - trace.begun, ended - trace.begun) for p, name, begun, ended in _parts(trace, least)
+    ]
     found = one_after_another(_inside(parts, end), end)
     degrees = trace.header.degrees
     messages = [
@@ -103,32 +105,32 @@ def rank_times(trace: RankTrace, least: Durations) -> RankTimes:
     )
 
 
-def _inside(parts: Iterable[Part], end: int) -> Iterator[Part]:
+def _inside(parts: Iterable[TimedPart], end: int) -> Iterator[TimedPart]:
     """``parts`` cut to the window."""
     for precedence, name, begun, ended in parts:
         if ended > 0 and begun < end:
-            yield Part(precedence, name, max(0, begun), min(end, ended))
+            yield TimedPart(precedence, name, max(0, begun), min(end, ended))
 
 
-def _parts(trace: RankTrace, least: Durations) -> Iterator[Part]:
+def _parts(trace: RankTrace, least: Durations) -> Iterator[TimedPart]:
     """Computing hides communication, which hides copies, which hide waits for ranks that came later."""
     degrees = trace.header.degrees
     precedence = {kind: index for index, kind in enumerate(KINDS)}
     for operation in trace.operations:
         for begun, ended in operation.pieces:
-            yield Part(precedence[operation.kind], operation.kind, begun, ended)
+            yield TimedPart(precedence[operation.kind], operation.kind, begun, ended)
     for begun, ended in trace.copies:
-        yield Part(len(KINDS) + 1, COPIES, begun, ended)
+        yield TimedPart(len(KINDS) + 1, COPIES, begun, ended)
     for key, message in trace.calls():
         axes = call_axes(message.name, message.ranks, degrees)
         waits = BUBBLE if axes == PIPELINE else WAITS + axes
         took = least.get(key, 0 if waits == BUBBLE else message.ended - message.begun)
         sent = max(message.begun, message.ended - took)
-        yield Part(len(KINDS) + 2, waits, message.begun, sent)
-        yield Part(len(KINDS), EXPOSED + axes, sent, message.ended)
+        yield TimedPart(len(KINDS) + 2, waits, message.begun, sent)
+        yield TimedPart(len(KINDS), EXPOSED + axes, sent, message.ended)
     for message in trace.messages:
         if not message.ranks:
-            yield Part(len(KINDS), EXPOSED + UNNAMED, message.begun, message.ended)
+            yield TimedPart(len(KINDS), EXPOSED + UNNAMED, message.begun, message.ended)
 
 
 def call_axes(name: str, ranks: tuple[int, ...], degrees: Degrees) -> str:
@@ -140,7 +142,7 @@ def _operators(trace: RankTrace) -> Iterator[OperatorTime]:
     machine = machine_named(trace.header.machine)
 
     @cache
-    def least(name: str, work: Work | None) -> float | None:
+    def least(name: str, work: OperatorTensors | None) -> float | None:
         return least_seconds(machine, name, work)
 
     calls: dict[tuple[str, str], list[tuple[float, float | None]]] = defaultdict(list)

@@ -57,7 +57,7 @@ class StepReport(NamedTuple):
         return sum(each.seconds / each.header.count for each in self.ranks) / len(self.ranks)
 
     def step_activities(self) -> list[dict[str, float]]:
-        """Of each rank the seconds of its activities in a step."""
+        """The seconds of each rank's activities in a step."""
         return [{name: seconds / each.header.count for name, seconds in each.activities.items()} for each in self.ranks]
 
     def shares(self) -> dict[str, float]:
@@ -65,7 +65,7 @@ class StepReport(NamedTuple):
         return mean_shares(self.step_activities(), self.step_seconds)
 
 
-def report_of(traces: Sequence[RankTrace]) -> StepReport:
+def step_report(traces: Sequence[RankTrace]) -> StepReport:
     """The report of ``traces``, of one run and window."""
     least = shortest(map(durations_of, traces))
     return StepReport(tuple(rank_times(each, least) for each in traces))

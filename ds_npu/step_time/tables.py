@@ -29,7 +29,7 @@ def activity_rows(
 
 
 def communication_answers(shares: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Exposed communication and waits for late ranks: their sums, and the parts of the axes."""
+    """Exposed communication and waits for other ranks: their sums, and the parts of the axes."""
     for title, prefix in (("exposed communication", EXPOSED), ("waits for late ranks", WAITS)):
         found = by_axes(dict(shares), prefix)
         parts = ", ".join(f"{axes} {part:.1%}" for axes, part in found.items() if part >= SHOWN)

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 from ds_npu.step_time.trace import (
     ATTENTION,
     PRODUCTS,
+    CommunicatorCall,
     Header,
-    Message,
     Operation,
+    OperatorTensors,
     RankTrace,
     TraceError,
-    Work,
     kind_of,
 )
 
@@ -157,7 +157,7 @@ def _joined(pieces: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _work(arguments: Mapping[str, Any]) -> Work | None:
+def _work(arguments: Mapping[str, Any]) -> OperatorTensors | None:
     """Shapes and types of an operator's tensors; None where they were not recorded."""
     if "Input Dims" not in arguments:
         return None
@@ -168,10 +168,10 @@ def _work(arguments: Mapping[str, Any]) -> Work | None:
             for shape in dims if several else [dims]:
                 shapes.append(tuple(shape))
                 itemsizes.append(ITEMSIZES.get(kind, 4))
-    return Work(tuple(shapes), tuple(itemsizes), 0, "True" in arguments.get("Concrete Inputs", ()))
+    return OperatorTensors(tuple(shapes), tuple(itemsizes), 0, "True" in arguments.get("Concrete Inputs", ()))
 
 
-def _messages(threads: Mapping[Any, list[_Event]], header: Header) -> Iterator[Message]:
+def _messages(threads: Mapping[Any, list[_Event]], header: Header) -> Iterator[CommunicatorCall]:
     """Gloo's calls with the ranks of their communicators.
 
     A message is on the thread that has called it, and has the mark around it; any other call the group of its thread.
@@ -185,7 +185,7 @@ def _messages(threads: Mapping[Any, list[_Event]], header: Header) -> Iterator[M
         around = _around(marks, call.begun) if name == "recv" else None
         group = groups.get(thread, "") if around is None else _told(around)[1]
         if name != "send":
-            yield Message(name, tuple(header.communicators.get(group, ())), call.begun, call.ended)
+            yield CommunicatorCall(name, tuple(header.communicators.get(group, ())), call.begun, call.ended)
 
 
 def _told(mark: _Event) -> tuple[str, str]:

@@ -27,7 +27,7 @@ class TraceError(ValueError):
     """A profile that cannot be read; the text names the file and what to do."""
 
 
-class Work(NamedTuple):
+class OperatorTensors(NamedTuple):
     """The tensors of one call of an operator: shapes, and the bytes of an element of each."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -43,10 +43,10 @@ class Operation(NamedTuple):
     name: str
     kind: str
     pieces: tuple[tuple[int, int], ...]
-    work: Work | None
+    work: OperatorTensors | None
 
 
-class Message(NamedTuple):
+class CommunicatorCall(NamedTuple):
     """One call of a communicator: a collective, or one end of a message."""
 
     name: str
@@ -118,11 +118,11 @@ class RankTrace:
     begun: int
     ended: int
     operations: tuple[Operation, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[CommunicatorCall, ...]
     copies: tuple[tuple[int, int], ...] = ()
     """Times of copies to or from the host."""
 
-    def calls(self) -> Iterator[tuple[CallKey, Message]]:
+    def calls(self) -> Iterator[tuple[CallKey, CommunicatorCall]]:
         """The messages, each with what names the same call on all ranks that take part in it.
 
         Ranks of a ring send and receive alike. Stages of a pipeline do not: those of two ranks have two ends, and of
@@ -148,7 +148,7 @@ class CallKey(NamedTuple):
     ranks: tuple[int, ...]
     name: str
     side: int
-    """Of messages between stages what tells them apart, as which of two ranks sends; -1: of calls that are alike."""
+    """A number that tells messages between stages apart, as which of two ranks sends; -1 for calls that are alike."""
     number: int
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from ds_npu.features.profile import profiled_steps, recorders
 from ds_npu.step_time.intervals import BUBBLE, WAITS
 from ds_npu.step_time.profile_folder import traces_in
-from ds_npu.step_time.step_report import report_of
+from ds_npu.step_time.step_report import step_report
 
 SLEEP = 0.3
 AXES: dict[str, tuple[str, dict, int]] = {
@@ -105,7 +105,7 @@ def test_a_slow_rank_is_named(tmp_path, axis):
     for rank in figures["ranks"]:
         assert sum(rank["activities"].values()) == pytest.approx(rank["seconds"])
     # The command says what the run has said.
-    again = report_of(traces_in(tmp_path))
+    again = step_report(traces_in(tmp_path))
     assert again.step_seconds == pytest.approx(figures["step_seconds"])
     assert again.shares() == pytest.approx(figures["shares"])
 

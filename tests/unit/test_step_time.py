@@ -13,13 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_npu.cli.main import main
-from ds_npu.step_time.intervals import BUBBLE, EXPOSED, HOST, WAITS, Part, one_after_another
+from ds_npu.step_time.intervals import BUBBLE, EXPOSED, HOST, WAITS, TimedPart, one_after_another
 from ds_npu.step_time.least_seconds import least_seconds
 from ds_npu.step_time.profile_folder import traces_in, write_header
 from ds_npu.step_time.rank_times import UNNAMED
-from ds_npu.step_time.step_report import operator_times, report_of, report_svg, report_text, slowest_ranks
+from ds_npu.step_time.step_report import operator_times, report_svg, report_text, slowest_ranks, step_report
 from ds_npu.step_time.torch_trace import MARK
-from ds_npu.step_time.trace import ATTENTION, ELEMENTWISE, PRODUCTS, Header, Scheduled, TraceError, Work, kind_of
+from ds_npu.step_time.trace import (
+    ATTENTION,
+    ELEMENTWISE,
+    PRODUCTS,
+    Header,
+    OperatorTensors,
+    Scheduled,
+    TraceError,
+    kind_of,
+)
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.machine import MACHINES
 
@@ -86,7 +95,7 @@ def test_a_trace_of_one_rank(tmp_path):
     written(tmp_path, header(), EVENTS)
     (trace,) = traces_in(tmp_path)
     assert trace.ended - trace.begun == 200_000, "two steps; the third one has begun behind the window"
-    report = report_of([trace])
+    report = step_report([trace])
     micro = {name: round(seconds * 1e6) for name, seconds in report.ranks[0].activities.items()}
     data, tensor, late = f"{EXPOSED}data", f"{EXPOSED}tensor", f"{EXPOSED}{UNNAMED}"
     # 72 to 88 and 105 to 110; 120 to 130 and the message; the mul runs from 110 to 118.
@@ -131,7 +140,7 @@ def test_ranks_together_know_who_was_late(tmp_path):
     late = [*late[:3], *own[3:4], note(GLOO_DATA, 76, 82, "gloo:all_reduce")]
     written(tmp_path, header(0, steps=(4, 4)), own)
     written(tmp_path, header(2, steps=(4, 4)), late)
-    report = report_of(traces_in(tmp_path))
+    report = step_report(traces_in(tmp_path))
     (slowest,) = slowest_ranks(report)
     assert (slowest.name, slowest.ranks, slowest.axes, slowest.calls) == ("all_reduce", (0, 2), "data", 2)
     # Calls of 60 and 4 microseconds on rank 0, of 10 and 6 on rank 2.
@@ -156,7 +165,7 @@ def test_messages_between_stages_are_the_bubble(tmp_path):
     ]
     written(tmp_path, header(0, **common), sends)
     written(tmp_path, header(1, **common), receives)
-    report = report_of(traces_in(tmp_path))
+    report = step_report(traces_in(tmp_path))
     assert round(report.ranks[1].activities[BUBBLE] * 1e6) == 50
     assert BUBBLE not in report.ranks[0].activities
     text = "\n".join(report_text(report))
@@ -164,7 +173,7 @@ def test_messages_between_stages_are_the_bubble(tmp_path):
 
 
 PARTS = st.builds(
-    lambda precedence, begun, length: Part(precedence, f"{EXPOSED}{precedence}", begun, begun + length),
+    lambda precedence, begun, length: TimedPart(precedence, f"{EXPOSED}{precedence}", begun, begun + length),
     st.integers(0, 3),
     st.integers(0, 30),
     st.integers(0, 10),
@@ -206,21 +215,23 @@ def test_kinds(name, kind):
 
 
 def test_the_least_time_of_an_operator():
-    both = Work(((2, 128, 64), (2, 64, 256)), (2, 2))
+    both = OperatorTensors(((2, 128, 64), (2, 64, 256)), (2, 2))
     moved = 2 * (2 * 128 * 64 + 2 * 64 * 256) + 2 * 2 * 64 * 256
     expected = max(A2.product_seconds(128, 256, 64, 2, 2), A2.memory_seconds(moved))
     assert least_seconds(A2, "aten::bmm", both) == pytest.approx(expected)
     # CANN multiplies a transposed second factor, and names the result.
-    other = Work(((4096, 512), (1024, 512), (4096, 1024)), (2, 2, 2), 1)
+    other = OperatorTensors(((4096, 512), (1024, 512), (4096, 1024)), (2, 2, 2), 1)
     assert least_seconds(A2, "MatMulV3", other) == pytest.approx(A2.product_seconds(4096, 1024, 512, 2))
-    shared = Work(((8, 512, 512), (512, 1024), (8, 512, 1024)), (2, 2, 2), 1)
+    shared = OperatorTensors(((8, 512, 512), (512, 1024), (8, 512, 1024)), (2, 2, 2), 1)
     assert least_seconds(A2, "Matmul", shared) == pytest.approx(A2.product_seconds(4096, 1024, 512, 2))
     q, kv = (2, 8, 512, 64), (2, 2, 1024, 64)
     flop = 4 * 2 * 8 * 512 * 1024 * 64
-    causal = Work((q, kv, kv), (2, 2, 2), 0, is_causal=True)
+    causal = OperatorTensors((q, kv, kv), (2, 2, 2), 0, is_causal=True)
     name = "aten::scaled_dot_product_attention"
     assert least_seconds(A2, name, causal) == pytest.approx(A2.attention_seconds(flop / 2, 1024))
-    assert least_seconds(A2, "aten::mul", Work(((10,), (10,)), (4, 4))) == pytest.approx(A2.memory_seconds(120))
+    assert least_seconds(A2, "aten::mul", OperatorTensors(((10,), (10,)), (4, 4))) == pytest.approx(
+        A2.memory_seconds(120)
+    )
     assert least_seconds(A2, "aten::mul", None) is None
     assert least_seconds(A2, "FlashAttentionScore", causal) is None
 
@@ -228,7 +239,7 @@ def test_the_least_time_of_an_operator():
 def test_a_picture_has_a_lane_of_each_rank(tmp_path):
     written(tmp_path, header(0), EVENTS)
     written(tmp_path, header(2), EVENTS)
-    root = ElementTree.fromstring(report_svg(report_of(traces_in(tmp_path))))
+    root = ElementTree.fromstring(report_svg(step_report(traces_in(tmp_path))))
     lanes = [each.get("data-lane") for each in root.iter() if each.get("data-lane")]
     assert lanes == ["rank 0", "rank 2"]
 
@@ -285,7 +296,7 @@ def test_a_hundred_thousand_events_take_less_than_ten_seconds(tmp_path):
         ]
     written(tmp_path, header(steps=(0, 0)), events)
     begun = time.process_time()
-    report = report_of(traces_in(tmp_path))
+    report = step_report(traces_in(tmp_path))
     "\n".join(report_text(report)), report_svg(report)
     # Of the processor: tests of others run on the same one.
     assert time.process_time() - begun < 10

@@ -19,7 +19,7 @@ from ds_npu.step_time.intervals import (
     NANO,
     WAITS,
     Interval,
-    Part,
+    TimedPart,
     axes_between,
     mean_shares,
     one_after_another,
@@ -117,18 +117,18 @@ def activities(spans: Iterable[Span], degrees: Degrees, end: int) -> tuple[Inter
     return one_after_another(parts, end, BUBBLE if degrees.pp > 1 else HOST)
 
 
-def _parts(span: Span, degrees: Degrees) -> Iterable[Part]:
+def _parts(span: Span, degrees: Degrees) -> Iterable[TimedPart]:
     action = span.action
     if action.kind is None:
         return
     if action.kind in MESSAGES:
         axes = axes_of(action, degrees)
-        yield Part(1, EXPOSED + axes, span.begun, span.ended)
-        yield Part(3, BUBBLE if axes == NAMES["pp"] else WAITS + axes, span.ready, span.begun)
+        yield TimedPart(1, EXPOSED + axes, span.begun, span.ended)
+        yield TimedPart(3, BUBBLE if axes == NAMES["pp"] else WAITS + axes, span.ready, span.begun)
     elif action.told.get("host"):
-        yield Part(2, COPIES, span.begun, span.ended)
+        yield TimedPart(2, COPIES, span.begun, span.ended)
     else:
-        yield Part(0, COMPUTES, span.begun, span.ended)
+        yield TimedPart(0, COMPUTES, span.begun, span.ended)
 
 
 def axes_of(action: RecordedAction, degrees: Degrees) -> str:

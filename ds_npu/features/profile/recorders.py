@@ -58,7 +58,7 @@ class TorchRecorder:
     def begin(self, *, warm_up: bool, steps: int) -> None:
         """Raise ProfileError where another profiler runs."""
         if torch._C._autograd._profiler_enabled():
-            raise ProfileError(BESIDE)
+            raise ProfileError(ANOTHER)
         self.profiler = torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU],
             schedule=torch.profiler.schedule(wait=0, warmup=int(warm_up), active=steps + 1, repeat=1),
@@ -83,7 +83,7 @@ class TorchRecorder:
         own.stop()
         path = self.folder / f"rank{self.rank}.trace.json"
         events = len(own.profiler.kineto_results.events())
-        _check_room(self.folder, events * EVENT_BYTES)
+        _check_space(self.folder, events * EVENT_BYTES)
         own.export_chrome_trace(str(path))
         if not path.exists():
             # Kineto writes to this name first, and raises nothing.
@@ -121,7 +121,7 @@ class NpuRecorder:
         """Raise ProfileError where another profiler runs."""
         module = self.module
         if module.profiler.ProfPathCreator().is_prof_inited or torch._C._autograd._profiler_enabled():
-            raise ProfileError(BESIDE)
+            raise ProfileError(ANOTHER)
         settings = module._ExperimentalConfig(
             export_type=[module.ExportType.Db], profiler_level=module.ProfilerLevel.Level1
         )
@@ -182,7 +182,7 @@ def _check_alone(own: Any) -> None:
         raise ProfileError(INTRUDED)
 
 
-BESIDE = (
+ANOTHER = (
     "another profiler runs already: the script's own, or one of its client. What to do: leave ds_npu.profile out, or "
     "take the script's profiler out of its steps"
 )
@@ -192,7 +192,7 @@ INTRUDED = (
 )
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def _check_space(folder: Path, needed: int) -> None:
     """Raise ProfileError where a trace of about ``needed`` bytes is too large, or the disk too full."""
     if needed > MOST_BYTES:
         raise ProfileError(_too_large(needed))

@@ -80,7 +80,7 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
     }
     for role, expected in outputs.items():
         yield from _other_outputs(linears[role], expected, f"the {role} of {shape}")
-    # A query may have a gate beside each head (Qwen3-Next).
+    # Each head of a query may have a gate as well (Qwen3-Next).
     for linear in linears[Role.QUERY]:
         if kinds.sizes(linear)[1] not in (shape.heads * shape.head_dim, 2 * shape.heads * shape.head_dim):
             yield from _other_outputs([linear], shape.heads * shape.head_dim, f"the {Role.QUERY} of {shape}")

@@ -273,7 +273,7 @@ class _Assignment:
             self.linear(inner[attribute], role)
         for attribute, each in inner.items():
             if attribute not in linears:
-                self.beside_linears(each)
+                self.next_to_linears(each)
 
     def mlp_roles(self, mlp: str) -> dict[str, Role]:
         inner = self.tree.within(mlp)
@@ -283,7 +283,7 @@ class _Assignment:
         styles = {attribute: self.style(name) for attribute, name in inner.items()}
         return mlp_roles({attribute: self.tree.module(name) for attribute, name in inner.items()}, styles, self.hidden)
 
-    def beside_linears(self, name: str) -> None:
+    def next_to_linears(self, name: str) -> None:
         """Assign a norm over the columns of an MLP, or a trained activation."""
         module = self.tree.module(name)
         if kinds.is_norm(module):

@@ -27,7 +27,10 @@ REASONS = {
     "a part that no stage is known to hold": r"nothing says which pipeline stage",
     "parts without a role": r"nothing says what it is|whose order is not known",
     "a part that may go from token to token": r"nothing says that it works on each token",
-    "sizes that are not those of its heads": r"mistakes? in the plan",
+    "roles that its sizes contradict": r"PlanError",
+    "an order of heads that is not known, as the probe found": r"does not compute what it does whole",
+    "one weight in two stages": r"are one weight",
+    "a module that is used before and behind the blocks": r"stands behind the blocks",
 }
 
 

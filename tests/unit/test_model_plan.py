@@ -55,32 +55,6 @@ GPT2 = {
     "mlp.c_fc": "up",
     "mlp.c_proj": "down",
 }
-OLMO2 = {
-    **ATTENTION,
-    **{"self_attn.q_norm": "sharded_norm", "self_attn.k_norm": "sharded_norm"},
-    **MLP,
-    **{"post_attention_layernorm": "norm", "post_feedforward_layernorm": "norm"},
-}
-NEOX = {
-    "attention": "attention",
-    "attention.query_key_value": "query_key_value_by_group",
-    "attention.dense": "attention_output",
-    "mlp": "mlp",
-    "mlp.dense_h_to_4h": "column",
-    "mlp.dense_4h_to_h": "row",
-    **NORMS,
-}
-OPT = {
-    "self_attn": "attention",
-    "self_attn.q_proj": "query",
-    "self_attn.k_proj": "key",
-    "self_attn.v_proj": "value",
-    "self_attn.out_proj": "attention_output",
-    "self_attn_layer_norm": "norm",
-    "fc1": "column",
-    "fc2": "row",
-    "final_layer_norm": "norm",
-}
 PHI3 = {
     "self_attn": "attention",
     "self_attn.qkv_proj": "query_key_value",
@@ -126,36 +100,6 @@ FAMILIES = {
         lambda: made("Qwen3ForCausalLM", **GROUPED, head_dim=16),
         decoder(LLAMA | HEAD_NORMS, LLAMA | HEAD_NORMS),
         AttentionShape(4, 2, 16, 16),
-    ),
-    "olmo2": (
-        lambda: made("Olmo2ForCausalLM", **GROUPED),
-        decoder(OLMO2, OLMO2),
-        AttentionShape(4, 2, 8, 8),
-    ),
-    "gpt neox": (
-        lambda: made("GPTNeoXForCausalLM", **SIZES),
-        written(
-            "gpt_neox.",
-            (NEOX, NEOX),
-            {"embed_in": "embedding", "final_layer_norm": "final_norm", "rotary_emb": "rotary"},
-            {"lm_head": "head"},
-        ),
-        AttentionShape(4, 4, 8, 8),
-    ),
-    "gpt oss": (
-        lambda: made("GptOssForCausalLM", **GROUPED, head_dim=8, num_local_experts=4),
-        decoder(*[ATTENTION | {"mlp": "moe", "mlp.router": "router", "mlp.experts": "experts"} | NORMS] * 2),
-        AttentionShape(4, 2, 8, 8),
-    ),
-    "opt": (
-        lambda: made("OPTForCausalLM", **SIZES, ffn_dim=48, word_embed_proj_dim=32),
-        written(
-            "model.decoder.",
-            (OPT, OPT),
-            {"embed_tokens": "embedding", "embed_positions": "position_embedding", "final_layer_norm": "final_norm"},
-            {"lm_head": "head"},
-        ),
-        AttentionShape(4, 4, 8, 8),
     ),
     "mistral": (lambda: made("MistralForCausalLM", **GROUPED), decoder(LLAMA, LLAMA), AttentionShape(4, 2, 8, 8)),
     "gemma": (

@@ -1,4 +1,4 @@
-"""Numbers for each head beside attention's linears (ALiBi, sinks): each tensor rank has those of its heads."""
+"""Numbers for each head outside of attention's linears (ALiBi, sinks): each tensor rank has those of its heads."""
 
 from __future__ import annotations
 

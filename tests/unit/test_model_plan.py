@@ -329,11 +329,7 @@ LlamaForCausalLM is a decoder of transformers, which ds_npu knows but for what i
 outputs, not 40
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"model.layers.*.mlp.extra": "<role>"}}
-Roles: block, attention, query, key, value, query_key_value, query_key_value_by_group, attention_gate, \
-attention_output, latent, latent_query, latent_key_value, linear_attention, linear_attention_input, \
-linear_attention_output, linear_attention_part, head_norm, indexer, sharded_norm, pointwise, mlp, gate, up, \
-gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, row, \
-replicated, lora_a, lora_b
+Roles: ROLES
 Of a weight that holds several parts, the role says the order:
   query_key_value: all heads' queries, then all keys, then all values along its output; not head by head, as in \
 GPT-NeoX, BLOOM and Falcon
@@ -343,7 +339,9 @@ value; head by head where each has its own
   gate_up: all gates, then all ups along its output; not by turns
   experts: gate_up_proj [E, 2I, H], along 2I all gates, then all ups (not by turns, as in GPT-OSS), and down_proj \
 [E, H, I]
-In any other order: give the module around it (the attention, the MLP) the role replicated."""
+In any other order: give the module around it (the attention, the MLP) the role replicated.""".replace(
+            "ROLES", ", ".join(Role)
+        )
     )
 
 

@@ -27,8 +27,7 @@ class ShardedRuns:
 
     @property
     def kept(self) -> torch.Tensor | None:
-        padding = self.batch.visibility.padding
-        return None if padding is None else ~self.batch.shard(padding)[..., None]
+        return self.batch.kept
 
     def compute(self, mixer: Callable[..., torch.Tensor], *of_tokens: torch.Tensor) -> torch.Tensor:
         return self.runs.restored(mixer(*map(self.runs.arranged, of_tokens)), self.batch.samples)

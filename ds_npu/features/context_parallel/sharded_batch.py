@@ -34,8 +34,8 @@ from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 VISIBILITY_ARGUMENTS = ("attention_mask", *CUMULATIVE, "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that are read here and not passed on to the model (seq_idx numbers packed documents for layers other than
-attention, which context parallelism refuses)."""
+"""Arguments that are read here and not passed on to the model (seq_idx numbers packed documents for linear attention,
+beside another argument that tells of them, or alone)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,8 @@ class BatchArguments:
                 )
             return Visibility(self._cumulative(*ends))
         if mask is None:
-            return self._packed(self.given.get("position_ids"))
+            packed, numbers = self._packed(self.given.get("position_ids")), self.given.get("seq_idx")
+            return self._numbered(numbers) if packed is EVERYTHING and numbers is not None else packed
         if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
             found = f"{mask.dim()} dims" if isinstance(mask, torch.Tensor) else type(mask).__name__
             raise ValueError(f"attention_mask: found {found}; [B, S] or [B, N, S, S] is accepted")
@@ -93,14 +94,25 @@ class BatchArguments:
             )
         return tuple(range(begin, end) for begin, end in itertools.pairwise(found) if end > begin)
 
+    def _numbered(self, numbers: Any) -> Visibility:
+        """``seq_idx`` [B, S]: the number of each token's document, ascending."""
+        if not isinstance(numbers, torch.Tensor) or numbers.shape != (self.samples, self.length):
+            found = list(numbers.shape) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
+            raise ValueError(f"seq_idx: found {found}; [{self.samples}, {self.length}] is accepted")
+        return self._begun(numbers[:, 1:] != numbers[:, :-1])
+
     def _packed(self, positions: torch.Tensor | None) -> Visibility:
         """A position that is not its predecessor plus one begins a document."""
         if positions is None or (positions.dim() == 3 and len(positions) != 4):
             return EVERYTHING
         # Qwen2-VL has four rows of positions; the first is that of the text.
         rows = positions[0] if positions.dim() == 3 else positions
+        return self._begun(rows[:, 1:] != rows[:, :-1] + 1)
+
+    def _begun(self, begins: torch.Tensor) -> Visibility:
+        """Documents that begin where ``begins`` [B or 1, S - 1] says so of all tokens but the first."""
         # The host waits, as above, once a batch.
-        begins = (rows[:, 1:] != rows[:, :-1] + 1).cpu()
+        begins = begins.cpu()
         if not begins.any():
             return EVERYTHING
         starts = [(row.nonzero().flatten() + 1).tolist() for row in begins.expand(self.samples, -1)]
@@ -193,6 +205,21 @@ class ShardedBatch:
     def shard(self, x: torch.Tensor, dim: int = SEQUENCE_DIM) -> torch.Tensor:
         """This rank's tokens of ``x``, whose ``dim`` is the sequence and the dim before it the samples (or 1)."""
         return _selected(x, dim, self.index)
+
+    @cached_property
+    def kept(self) -> torch.Tensor | None:
+        """[B, this rank's tokens, 1], False for padding, which transformers' linear attention takes as zeros; None
+        where there is none."""
+        padding, documents = self.visibility.padding, self.visibility.documents
+        size = self.samples * self.tokens.length
+        if padding is None and (documents is None or sum(map(len, documents)) == size):
+            return None
+        if padding is None:
+            outside = torch.ones(size, dtype=torch.bool)
+            for each in documents or ():
+                outside[each.start : each.stop] = False
+            padding = copy_to_device(outside.view(self.samples, -1), self.device)
+        return ~self.shard(padding)[..., None]
 
     def runs(self, width: int) -> TokenRuns:
         """This rank's runs of consecutive tokens, for layers with a convolution of ``width`` tokens."""

@@ -155,8 +155,9 @@ ACLNN(InplaceAddr, streaming(),
 // A x = self with A triangular: half the FLOP of a product of A and self, which depend on each other row by row.
 ACLNN(TriangularSolve, streaming(),
       (const Tensor& self, const Tensor& A, bool upper, bool transpose, bool unitriangular, Tensor& x, Tensor& m)) {
-  if (self.scalar_type() != at::kFloat && self.scalar_type() != at::kDouble)
-    throw Failure(ACL_ERROR_INVALID_PARAM, std::string("no triangular system is solved in ") + at::toString(self.scalar_type()));
+  const ScalarType type = self.scalar_type();
+  if (type != at::kFloat && type != at::kDouble)
+    throw Failure(ACL_ERROR_INVALID_PARAM, std::string("no triangular system is solved in ") + at::toString(type));
   const Tensor matrix = transpose ? A.mT() : A;
   x.copy_(at::linalg_solve_triangular(matrix, self, transpose ? !upper : upper, /*left=*/true, unitriangular));
   m.copy_(A);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ def empty_model(folder: Path) -> Any:
     """The model of the config.json in ``folder``, without values; code of the folder is not run. Raises ValueError."""
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     names = config.architectures or []
-    kind = getattr(transformers, names[0], None) if names else None
-    if kind is None:
-        raise ValueError(f"{folder / 'config.json'}: architectures names no model of transformers, found {names}")
+    try:
+        kind = pkgutil.resolve_name(f"transformers:{names[0]}")
+    except (LookupError, AttributeError, ValueError) as error:
+        what = f"architectures names no model of transformers, found {names}"
+        raise ValueError(f"{folder / 'config.json'}: {what}") from error
     with torch.device("meta"):
         return kind(config)
 
@@ -38,7 +41,7 @@ def write_weights(folder: Path, model: Any, out: Path, allowed: Sequence[str]) -
         raise CheckpointError(f"{folder}: its manifests do not say what is where ({written.layout})")
     held = written.plain_weights()
     wanted = {name: Plain(tuple(each.shape), str(each.dtype)) for name, each in model.state_dict().items()}
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = set(model.all_tied_weights_keys or ())
     found = differences(held, wanted)
     if found.other or found.unexpected or set(found.missing) - tied:
         raise CheckpointError(f"{folder} does not fit {type(model).__name__}: {found.told()}")
@@ -49,5 +52,5 @@ def write_weights(folder: Path, model: Any, out: Path, allowed: Sequence[str]) -
 
 
 def _dtype(plain: Plain) -> torch.dtype:
-    found: torch.dtype = getattr(torch, (plain.dtype or "torch.float32").removeprefix("torch."))
+    found: torch.dtype = pkgutil.resolve_name((plain.dtype or "torch.float32").replace(".", ":", 1))
     return found

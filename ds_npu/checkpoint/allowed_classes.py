@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 
-def named_classes(names: Iterable[str]) -> Iterator[object]:
+def named_classes(names: Iterable[str]) -> Iterator[Any]:
     """The class or function of each name, as ``package.module.Class``; raises ValueError where there is none."""
     for name in names:
         try:

@@ -12,12 +12,16 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 
+def one_line(text: str) -> str:
+    """``text`` with escapes for characters that cannot be printed, whole."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 class Parser(ArgumentParser):
     """A parser whose errors are one line, the last one printed."""
 
     def error(self, message: str) -> NoReturn:
-        line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
-        self.exit(2, f"{self.prog}: {line} ({self.prog} --help says more)\n")
+        self.exit(2, f"{self.prog}: {one_line(message)} ({self.prog} --help says more)\n")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

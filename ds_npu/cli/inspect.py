@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from ds_npu.checkpoint.wholeness import FoundCheckpoint, checkpoints_in, verify
-from ds_npu.cli.command import Command, refused
+from ds_npu.cli.command import Command, one_line, refused
 from ds_npu.config.problems import printable
 from ds_npu.log import aligned
 
@@ -34,7 +34,7 @@ def _run(arguments: Namespace) -> int:
     is_one = found[0].folder == folder
     lines = _one(found[0], arguments.verify) if is_one else _several(folder, found, arguments.verify)
     for line in lines:
-        print(printable(line))
+        print(one_line(line))
     return 1 if any(each.problems for each in found) else 0
 
 

@@ -14,7 +14,7 @@ from ds_npu.capability.releases import installed_version
 from ds_npu.cli.command import Command, Parser, cli_module
 from ds_npu.config.problems import shown
 
-COMMANDS = ("accept", "calibrate", "check", "compare", "inspect", "predict", "profile", "replay", "schema", "sim")
+COMMANDS = tuple("accept calibrate check compare convert inspect predict profile replay schema sim".split())
 """Each is ``COMMAND`` of the module ``ds_npu.cli.NAME``."""
 
 

@@ -22,7 +22,7 @@ CONFIG = {
     "ds_npu": {"parallel": {"tensor": 2, "context": 2, "pipeline": 2, "expert": 4}},
 }
 
-COMMANDS = "there are accept, calibrate, check, compare, inspect, predict, profile, replay, schema, sim"
+COMMANDS = "there are accept, calibrate, check, compare, convert, inspect, predict, profile, replay, schema, sim"
 
 
 def ds_npu(*arguments):

@@ -1,0 +1,56 @@
+"""The weights of a checkpoint, put together in one process and written as a Hugging Face model."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ds_npu.checkpoint.allowed_classes import named_classes
+from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.saving import save_pretrained
+from ds_npu.checkpoint.written import Plain, WrittenCheckpoint, differences
+from ds_npu.engine.checkpoints.written_files import CLASSES
+
+
+def empty_model(folder: Path) -> Any:
+    """The model of the config.json in ``folder``, without values; code of the folder is not run. Raises ValueError."""
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    names = config.architectures or []
+    try:
+        kind = pkgutil.resolve_name(f"transformers:{names[0]}")
+    except (LookupError, AttributeError, ValueError) as error:
+        what = f"architectures names no model of transformers, found {names}"
+        raise ValueError(f"{folder / 'config.json'}: {what}") from error
+    with torch.device("meta"):
+        return kind(config)
+
+
+def write_weights(folder: Path, model: Any, out: Path, allowed: Sequence[str]) -> int:
+    """Write the weights of the checkpoint in ``folder`` to ``out``, in their own dtypes; returns their number.
+
+    ``allowed``: names of classes that its files may hold. Raises CheckpointError where the weights are not those of
+    ``model``, OSError where they cannot be written.
+    """
+    written = WrittenCheckpoint(folder, (*CLASSES, *named_classes(allowed)))
+    if not written.is_known:
+        raise CheckpointError(f"{folder}: its manifests do not say what is where ({written.layout})")
+    held = written.plain_weights()
+    wanted = {name: Plain(tuple(each.shape), str(each.dtype)) for name, each in model.state_dict().items()}
+    tied = set(model.all_tied_weights_keys or ())
+    found = differences(held, wanted)
+    if found.other or found.unexpected or set(found.missing) - tied:
+        raise CheckpointError(f"{folder} does not fit {type(model).__name__}: {found.told()}")
+    weights = {name: written.value(name).to(_dtype(plain)) for name, plain in held.items()}
+    written.close()
+    save_pretrained(model, out, weights)
+    return len(weights)
+
+
+def _dtype(plain: Plain) -> torch.dtype:
+    found: torch.dtype = pkgutil.resolve_name((plain.dtype or "torch.float32").replace(".", ":", 1))
+    return found

@@ -14,7 +14,10 @@ from ds_npu.capability.releases import installed_version
 from ds_npu.cli.command import Command, Parser, cli_module
 from ds_npu.config.problems import shown
 
-COMMANDS = tuple("accept calibrate check compare convert inspect predict profile replay schema sim".split())
+COMMANDS = (
+    *("accept", "calibrate", "check", "compare", "convert", "inspect"),
+    *("predict", "profile", "replay", "schema", "sim"),
+)
 """Each is ``COMMAND`` of the module ``ds_npu.cli.NAME``."""
 
 

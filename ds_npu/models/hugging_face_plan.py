@@ -46,7 +46,7 @@ IN_MLP: dict[str, Role] = {
     "fc2": Role.DOWN,
 }
 IN_LINEAR_ATTENTION = {"in": Role.LINEAR_ATTENTION_INPUT, "out": Role.LINEAR_ATTENTION_OUTPUT}
-"""By the begin of a linear's name, before ``_proj``; its other modules are its convolution and its norm."""
+"""Roles by the part of a linear's name before ``_proj``; the layer's other modules are its convolution and its norm."""
 POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 
 STYLES: dict[str, tuple[Role, ...]] = {

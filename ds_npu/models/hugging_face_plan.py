@@ -58,7 +58,7 @@ FUSED_ORDERS: dict[str, Role] = {
 }
 """The order inside of the fused linear of attentions of transformers, by class; with one head of keys all are alike."""
 IN_LINEAR_ATTENTION = {"in": Role.LINEAR_ATTENTION_INPUT, "out": Role.LINEAR_ATTENTION_OUTPUT}
-"""By the begin of a linear's name, before ``_proj``; its other modules are its convolution and its norm."""
+"""Roles by the part of a linear's name before ``_proj``; the layer's other modules are its convolution and its norm."""
 POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 STYLES: dict[str, tuple[Role, ...]] = {

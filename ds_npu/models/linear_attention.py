@@ -24,7 +24,7 @@ class LinearAttention(Enum):
 
 
 def linear_attention_of(module: nn.Module) -> LinearAttention | None:
-    """What linear attention the layer ``module`` is; None for any other module."""
+    """The kind of linear attention that the layer ``module`` computes; None for any other module."""
     name, origin = type(module).__name__, type(module).__module__
     if not origin.startswith("transformers.models."):
         return None

@@ -34,8 +34,8 @@ from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
 CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 VISIBILITY_ARGUMENTS = ("attention_mask", *CUMULATIVE, "max_length_q", "max_length_k", "seq_idx")
-"""Arguments that are read here and not passed on to the model (seq_idx numbers packed documents for linear attention,
-beside another argument that tells of them, or alone)."""
+"""Arguments that are read here and not passed on to the model (seq_idx numbers packed documents; it is
+read where no other argument tells of them)."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -196,7 +196,7 @@ class _ModelSharder:
         }
 
     def _shard_by_heads(self, name: str, layer: nn.Module) -> Iterator[Change]:
-        """Shard what a layer of linear attention holds beside its linears, and the numbers that it stores."""
+        """Shard the convolution, norm and own weights of a layer of linear attention, and the counts that it stores."""
         own = {parameter: module for module in ("", "conv1d", "norm") for parameter in self._parameters(name, module)}
         sections, size, rank = sections_of(layer), self.axis.size, self.axis.rank
         for parameter, module in own.items():

@@ -33,7 +33,7 @@ class TokenRuns:
     most: int
     rows: torch.Tensor
     """[P, L]: the place of each token among the rank's T tokens [B, tokens]; T behind the end of a run."""
-    places: torch.Tensor
+    order: torch.Tensor
     """[T]: where each token stands among the P * L."""
     holds: torch.Tensor | None
     """[P, L]: False behind the end of a run; None where all runs have L tokens."""
@@ -52,7 +52,7 @@ class TokenRuns:
 
     def restored(self, x: torch.Tensor, samples: int) -> torch.Tensor:
         """Runs [P, L, ...] as this rank's tokens [B, tokens, ...]."""
-        found = x.flatten(0, 1).index_select(0, self.places)
+        found = x.flatten(0, 1).index_select(0, self.order)
         return torch.unflatten(found, 0, (samples, -1))
 
     @property
@@ -158,7 +158,7 @@ def token_runs(tokens: Tokens, ranks: int, rank: int, samples: int, width: int) 
         rank=rank,
         most=every.most,
         rows=rows,
-        places=holds.flatten().nonzero().flatten(),
+        order=holds.flatten().nonzero().flatten(),
         holds=None if bool(holds.all()) else holds,
         segments=segments if bool((segments != segments[:, :1]).any()) else None,
         levels=levels,
@@ -178,7 +178,7 @@ def on_device(runs: TokenRuns, device: torch.device) -> TokenRuns:
         rank=runs.rank,
         most=runs.most,
         rows=copied(runs.rows),
-        places=copied(runs.places),
+        order=copied(runs.order),
         holds=None if runs.holds is None else copied(runs.holds),
         segments=None if runs.segments is None else copied(runs.segments),
         levels=tuple((copied(before), copied(after)) for before, after in runs.levels),

@@ -46,8 +46,8 @@ from ds_npu.engine.zero_init import shards_from_partitions
 from ds_npu.features.build import Build
 from ds_npu.features.context_parallel.sharded_sequences import algorithm_choice_of, has_sharded_sequences
 from ds_npu.features.driver import apply_features, change_by_plan, values_in
-from ds_npu.features.experts.listed import gathered_whole
 from ds_npu.features.hccl.opened_communicators import communicator_plan, open_others
+from ds_npu.features.modules.listed_experts import gathered_whole
 from ds_npu.features.pipeline.stages import refuse_saving_a_stage
 from ds_npu.features.tensor_parallel.sharded_model import sharded_model_of
 from ds_npu.log import logger, warn_once

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 from ds_npu.parallel.runtime.marks import held
@@ -32,6 +33,17 @@ def has_attribute(owner: object, name: str) -> bool:
 def set_attribute(owner: object, name: str, value: object) -> None:
     """Set the attribute ``name`` of this one ``owner``; a module that is set does not become its child."""
     held(owner)[name] = value
+
+
+@contextmanager
+def with_attributes(owner: object, values: Mapping[str, object]) -> Iterator[None]:
+    """A context in which ``owner`` has ``values``, which are found before a module's parameters of the same names."""
+    held(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del held(owner)[name]
 
 
 def copy_attributes(source: object, target: object) -> None:

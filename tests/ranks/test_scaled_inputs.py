@@ -12,7 +12,7 @@ from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.driver import apply_features
 from ds_npu.features.experts.expert_ranks import MOE
-from ds_npu.features.experts.scaled_inputs import takes_scaled_inputs
+from ds_npu.features.modules.scaled_inputs import takes_scaled_inputs
 from ds_npu.parallel import record_routing, replay_routing
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology

@@ -11,7 +11,7 @@ import torch
 from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.experts.expert_ranks import rows_away, traffic
-from ds_npu.features.experts.layout import expert_layouts
+from ds_npu.features.modules.expert_layout import expert_layouts
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import PlannedTopology
 

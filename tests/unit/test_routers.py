@@ -8,8 +8,8 @@ import tiny_models
 import torch
 from expert_families import FAMILIES
 
-from ds_npu.features.experts.layout import is_of_transformers
 from ds_npu.features.experts.routing import correction_of, router_of
+from ds_npu.features.modules.expert_layout import is_of_transformers
 
 UNKNOWN = {"deepseek_v4"}
 """Some of its routers look experts up by the token."""

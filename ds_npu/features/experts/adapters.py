@@ -19,7 +19,7 @@ from torch import nn
 
 from ds_npu.comm.crossing import gather
 from ds_npu.features.declaration import Change
-from ds_npu.features.experts.layout import Layout, expert_shard
+from ds_npu.features.modules.expert_layout import Layout, expert_shard
 from ds_npu.models import names
 from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.parallel.tensor.sharding import Sharding, near_even, shard_sections

@@ -20,13 +20,13 @@ from ds_npu.features.experts.adapters import adapter_changes
 from ds_npu.features.experts.balance import balance_changes
 from ds_npu.features.experts.capacity import CapacityLimit, agrees_on_tokens
 from ds_npu.features.experts.layer import ExpertLayer, compute_experts_at_once
-from ds_npu.features.experts.layout import ExpertLayout, Layout, expert_layouts, expert_shard
-from ds_npu.features.experts.listed import ListedLayout, looped_over
 from ds_npu.features.experts.load import load_parts
 from ds_npu.features.experts.presized import PresizedForward, presized_changes
 from ds_npu.features.experts.relocation import KEY, MAPPED_EXPERTS, install_relocation
-from ds_npu.features.experts.scaled_inputs import compute_scaled, route_to_chosen
 from ds_npu.features.experts.shared_experts import shared_call, shared_changes
+from ds_npu.features.modules.expert_layout import ExpertLayout, Layout, expert_layouts, expert_shard
+from ds_npu.features.modules.listed_experts import ListedLayout, looped_over
+from ds_npu.features.modules.scaled_inputs import compute_scaled, route_to_chosen
 from ds_npu.models import names
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_saving_shards

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ds_npu.features.experts.capacity import CapacityLimit
-from ds_npu.features.experts.layout import Layout
-from ds_npu.features.experts.listed import LISTED_LAYOUT, ListedLayout
-from ds_npu.features.experts.scaled_inputs import Run
+from ds_npu.features.modules.expert_layout import Layout
+from ds_npu.features.modules.listed_experts import LISTED_LAYOUT, ListedLayout
+from ds_npu.features.modules.scaled_inputs import Run
 from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.capacity import compute_in_shares
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece

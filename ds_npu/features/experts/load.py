@@ -20,9 +20,9 @@ from ds_npu.config.moe import MoeSection
 from ds_npu.features.build import Build
 from ds_npu.features.declaration import Change
 from ds_npu.features.experts.balance import token_ranks
-from ds_npu.features.experts.layout import expert_layouts
 from ds_npu.features.experts.load_picture import LoadHistory, load_svg
 from ds_npu.features.experts.routing import CORRECTION, Collected, collect_ids, collecting, correction_of
+from ds_npu.features.modules.expert_layout import expert_layouts
 from ds_npu.parallel.expert.capacity import capacity_of
 from ds_npu.parallel.expert.routing import histogram
 from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward

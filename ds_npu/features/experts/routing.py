@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.features.experts.scaled_inputs import SCALED
+from ds_npu.features.modules.scaled_inputs import SCALED
 from ds_npu.models import names
 from ds_npu.models.hugging_face_model import logits_recorders
 from ds_npu.parallel.expert.balance import Routing, Scores

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_npu.models.attributes import with_attributes
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
 
 BIASES = ("alibi", "position_bias")
@@ -50,13 +51,8 @@ def use_own_numbers(attention: nn.Module, names: Sequence[str]) -> None:
     """
 
     def with_shards(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        # An attribute of the instance is found before its parameters.
         shards = {name: attention.get_parameter(name) for name in names}
-        vars(attention).update({name: each.view_as(each) for name, each in shards.items()})
-        try:
+        with with_attributes(attention, {name: each.view_as(each) for name, each in shards.items()}):
             return forward(*args, **kwargs)
-        finally:
-            for name in names:
-                del vars(attention)[name]
 
     wrap_forward(attention, with_shards, Level.REGION)

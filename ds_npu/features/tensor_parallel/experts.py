@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
+from ds_npu.models.attributes import with_attributes
 from ds_npu.parallel.runtime.forward_wraps import Level, P, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
 from ds_npu.parallel.tensor.axis import TensorAxis
@@ -57,12 +58,9 @@ def _padded_bias(module: nn.Module, axis: TensorAxis, bias: Sharding | None) -> 
         yield
         return
     ((start, stop),) = bias.ranges[axis.rank]
-    # An attribute of the instance is found before its parameters.
-    vars(module)[DOWN_BIAS] = functional.pad(module.get_parameter(DOWN_BIAS), (start, bias.size - stop))
-    try:
+    padded = functional.pad(module.get_parameter(DOWN_BIAS), (start, bias.size - stop))
+    with with_attributes(module, {DOWN_BIAS: padded}):
         yield
-    finally:
-        del vars(module)[DOWN_BIAS]
 
 
 def _enter(tokens: torch.Tensor, axis: TensorAxis) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_npu.comm.crossing import copy, reduce
-from ds_npu.features.fused_ops.norm import rms_norm_arguments
+from ds_npu.features.modules.rms_norms import rms_norm_arguments
 from ds_npu.ops.precision import accumulation_dtype
 from ds_npu.parallel.runtime.forward_wraps import replace_innermost_forward
 from ds_npu.parallel.tensor.axis import TensorAxis

@@ -17,8 +17,8 @@ from torch import nn
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change, making
-from ds_npu.features.experts.layout import ExpertLayout, expert_layouts
 from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss
+from ds_npu.features.modules.expert_layout import ExpertLayout, expert_layouts
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change
-from ds_npu.features.experts.listed import ListedLayout, Mlp, gated, listed_layout
-from ds_npu.features.experts.scaled_inputs import takes_scaled_inputs
+from ds_npu.features.modules.listed_experts import ListedLayout, Mlp, gated, listed_layout
+from ds_npu.features.modules.scaled_inputs import takes_scaled_inputs
 from ds_npu.models import kinds
 from ds_npu.models.attributes import attribute, has_attribute
 from ds_npu.models.plan import ModelPlan

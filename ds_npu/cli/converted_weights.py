@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from ds_npu.checkpoint.allowed_classes import named_classes
+from ds_npu.capability.named_classes import named_classes
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.saving import save_pretrained
 from ds_npu.checkpoint.written import Plain, WrittenCheckpoint, differences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ds_npu.checkpoint.allowed_classes import named_classes
+from ds_npu.capability.named_classes import named_classes
 from ds_npu.config.checkpoint import CheckpointSection
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change

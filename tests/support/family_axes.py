@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import tempfile
 import time
@@ -174,7 +175,7 @@ def unsharded(model: nn.Module) -> set[str]:
 
 
 def told(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = re.sub(r"/\S*/site-packages/", "", f"{type(error).__name__}: {error}")
     return " ".join(text.split())[:1200]
 
 

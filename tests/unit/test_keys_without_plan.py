@@ -34,7 +34,7 @@ KEYS: dict[str, dict[str, object]] = {
     "memory_report": {"memory_report": True},
     "fused": {"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy", "flash_attention"), True)},
 }
-WITHOUT_MLP = {"gpt_oss", "olmoe", "bloom"}
+WITHOUT_MLP = {"gpt_oss", "olmoe"}
 """Families without a dense MLP of linears that ds_npu knows."""
 ROUNDING = {"chunked_loss", "fused"}
 EXACT = 1e-12

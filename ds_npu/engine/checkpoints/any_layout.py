@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from ds_npu.checkpoint.allowed_classes import named_classes
+from ds_npu.capability.named_classes import named_classes
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
 from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks

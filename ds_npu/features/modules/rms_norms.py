@@ -1,4 +1,4 @@
-"""Which RMS norm a module computes: its eps, what it adds to its weight, and the dtype of its result."""
+"""The eps of an RMS norm of any class, what it adds to its weight, and the dtype of its result."""
 
 from __future__ import annotations
 

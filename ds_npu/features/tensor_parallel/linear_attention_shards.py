@@ -7,16 +7,23 @@ of heads, which share B and C.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from torch import nn
 
+from ds_npu.config.roles import Role
+from ds_npu.features.declaration import Change
+from ds_npu.features.tensor_parallel.regions import wrap
 from ds_npu.features.tensor_parallel.role_shards import RoleShards
-from ds_npu.models.attributes import attribute
+from ds_npu.models import kinds
+from ds_npu.models.attributes import attribute, set_attribute
 from ds_npu.models.linear_attention import LinearAttention, linear_attention_of
-from ds_npu.parallel.runtime.forward_wraps import P, R
+from ds_npu.models.plan import ModelPlan
+from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
+from ds_npu.parallel.tensor.axis import TensorAxis
 from ds_npu.parallel.tensor.shard_access import allow_shard_access
-from ds_npu.parallel.tensor.sharding import near_even
+from ds_npu.parallel.tensor.sharding import Sharding, near_even
 
 Sections = tuple[int, ...]
 """Widths for each head of keys (or group) of what a weight holds one behind the other."""
@@ -94,6 +101,34 @@ def check_layers(model: str, layers: Mapping[str, nn.Module], size: int) -> None
             f"heads that share B and C, of which layers of {model} have fewer:\n" + "\n".join(told) + "\n"
             "What to do: fewer ranks, or give them the role replicated in ds_npu.plan"
         )
+
+
+def linear_attention_shards(plan: ModelPlan, modules: Mapping[str, nn.Module], size: int) -> dict[str, RoleShards]:
+    """The shards of the linears of linear attention; raises ValueError for layers with fewer heads than ranks."""
+    layers = {name: modules[name] for name in plan.named(Role.LINEAR_ATTENTION)}
+    check_layers(plan.model, layers, size)
+    return {
+        f"{name}.{part}": shards_of(sections, units(layer), size)
+        for name, layer in layers.items()
+        for part, sections in sections_of(layer).items()
+        if plan.of(f"{name}.{part}") in (Role.LINEAR_ATTENTION_INPUT, Role.LINEAR_ATTENTION_OUTPUT)
+    }
+
+
+def own_shards(name: str, layer: nn.Module, size: int) -> Iterator[tuple[str, str, Sharding]]:
+    """What a layer shards beside its linears: the module and its parameter, by name, and the sharding."""
+    wanted = sections_of(layer)
+    for part in ("", "conv1d", "norm"):
+        for leaf in kinds.own_shapes(layer.get_submodule(part)):
+            if sections := wanted.get(part or leaf):
+                yield f"{name}.{part}".removesuffix("."), leaf, shards_of(sections, units(layer), size).sharding(0)
+
+
+def by_heads(name: str, layer: nn.Module, axis: TensorAxis) -> Iterator[Change]:
+    """Make the layer ``name`` count the heads of this rank, and compute with shards."""
+    for key, count in local_counts(layer, axis.size, axis.rank).items():
+        yield Change("sets", name, key, partial(set_attribute, layer, key, count))
+    yield wrap(name, "computes with shards of its weights", partial(wrap_forward, layer, with_shards, Level.REGION))
 
 
 def with_shards(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -31,14 +31,7 @@ from ds_npu.features.tensor_parallel.adapters import (
 )
 from ds_npu.features.tensor_parallel.biases import take_own_biases, takes_biases, use_own_numbers
 from ds_npu.features.tensor_parallel.experts import DOWN_BIAS, enter_experts
-from ds_npu.features.tensor_parallel.linear_attention_shards import (
-    check_layers,
-    local_counts,
-    sections_of,
-    shards_of,
-    units,
-    with_shards,
-)
+from ds_npu.features.tensor_parallel.linear_attention_shards import by_heads, linear_attention_shards, own_shards
 from ds_npu.features.tensor_parallel.norms import norm_over_ranks
 from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, check_shardable, wrap
 from ds_npu.features.tensor_parallel.role_shards import (
@@ -144,7 +137,10 @@ class _ModelSharder:
     def changes(self) -> Iterator[Change]:
         """Every change, in order; raises ValueError first where the model cannot be sharded."""
         check_shardable(self.model, self.plan, self.axis)
-        shards = {**role_shards_of(self.plan, self._widths(), self.axis.size), **self._linear_attention_shards()}
+        shards = {
+            **role_shards_of(self.plan, self._widths(), self.axis.size),
+            **linear_attention_shards(self.plan, self.modules, self.axis.size),
+        }
         check_adapters(self.plan, self.modules)
         experts = self._experts()
         yield from self._adapters()
@@ -161,7 +157,9 @@ class _ModelSharder:
         for name in self.plan.attentions:
             yield from self._localise(name)
         for name, layer in self._of(Role.LINEAR_ATTENTION):
-            yield from self._shard_by_heads(name, layer)
+            for holder, leaf, sharding in own_shards(name, layer, self.axis.size):
+                yield self._keep(holder, leaf, sharding)
+            yield from by_heads(name, layer, self.axis)
         yield from self._sum_partial_gradients()
         yield from self.regions.changes()
         fetched = [self.modules[name] for name in self.plan.named(*REGION_ROLES)]
@@ -183,36 +181,6 @@ class _ModelSharder:
             for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD, Role.SHARDED_NORM)
             if self.plan.roles[name] is not Role.LINEAR_ATTENTION_OUTPUT
         }
-
-    def _linear_attention_shards(self) -> dict[str, RoleShards]:
-        """The shards of the linears of linear attention; raises ValueError for layers with fewer heads than ranks."""
-        layers = dict(self._of(Role.LINEAR_ATTENTION))
-        check_layers(self.plan.model, layers, self.axis.size)
-        return {
-            f"{name}.{part}": shards_of(sections, units(layer), self.axis.size)
-            for name, layer in layers.items()
-            for part, sections in sections_of(layer).items()
-            if self.plan.of(f"{name}.{part}") in (Role.LINEAR_ATTENTION_INPUT, Role.LINEAR_ATTENTION_OUTPUT)
-        }
-
-    def _shard_by_heads(self, name: str, layer: nn.Module) -> Iterator[Change]:
-        """Shard the convolution, norm and own weights of a layer of linear attention, and the counts that it stores."""
-        own = {parameter: module for module in ("", "conv1d", "norm") for parameter in self._parameters(name, module)}
-        sections, size, rank = sections_of(layer), self.axis.size, self.axis.rank
-        for parameter, module in own.items():
-            wanted = sections.get(module or parameter)
-            if wanted is not None:
-                holder, leaf = (f"{name}.{module}", parameter.partition(".")[2]) if module else (name, parameter)
-                yield self._keep(holder, leaf, shards_of(wanted, units(layer), size).sharding(0))
-        for key, count in local_counts(layer, size, rank).items():
-            yield Change("sets", name, key, partial(set_attribute, layer, key, count))
-        make = partial(wrap_forward, layer, with_shards, Level.REGION)
-        yield wrap(name, "computes with shards of its weights", make)
-
-    def _parameters(self, layer: str, module: str) -> list[str]:
-        """The parameters that ``module`` of ``layer`` holds itself, by their names in the layer."""
-        held = kinds.own_shapes(self.modules[f"{layer}.{module}".removesuffix(".")])
-        return [f"{module}.{each}".lstrip(".") for each in held]
 
     def _experts(self) -> dict[str, ExpertLayout]:
         """The layout of each module of experts, which the tensor ranks shard by columns."""

@@ -7,7 +7,7 @@ sequence shard). The inputs of the experts, tokens and their routing weights, en
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,9 @@ from torch.nn import functional
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.comm.crossing import copy, gather, reduce, scatter_sum
+from ds_npu.features.modules.expert_layout import ExpertLayout, Layout
+from ds_npu.features.tensor_parallel.adapters import with_adapter
+from ds_npu.models import kinds
 from ds_npu.models.attributes import with_attributes
 from ds_npu.parallel.runtime.forward_wraps import Level, P, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
@@ -26,9 +29,28 @@ from ds_npu.parallel.tensor.sharding import Sharding
 
 TOKENS_DIM = 0
 """The dim of tokens in flattened hidden states [T, H]."""
-
-
 DOWN_BIAS = "down_proj_bias"
+
+
+def layouts_to_shard(
+    layouts: Mapping[str, Layout], experts: Mapping[str, nn.Module], size: int
+) -> dict[str, ExpertLayout]:
+    """The layouts of ``experts``, whose columns ``size`` ranks share; raises ValueError for what cannot be shared."""
+    found = {}
+    for name, module in experts.items():
+        layout = layouts.get(name)
+        why = "has an adapter" if with_adapter(name) != name else ""
+        if not isinstance(layout, ExpertLayout):
+            why = "holds its experts in a list"
+        elif set(layout.names) != kinds.own_shapes(module).keys():
+            why = f"has {', '.join(kinds.own_shapes(module))}, of which {', '.join(layout.names)} are known"
+        if why or not isinstance(layout, ExpertLayout):
+            raise ValueError(
+                f"ds_npu.parallel.tensor: found {size}; {name} ({type(module).__name__}) {why}. What to do: "
+                "ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role replicated for it in ds_npu.plan"
+            )
+        found[name] = layout
+    return found
 
 
 def enter_experts(module: nn.Module, axis: TensorAxis, bias: Sharding | None = None) -> None:

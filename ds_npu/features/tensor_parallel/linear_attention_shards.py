@@ -116,7 +116,7 @@ def linear_attention_shards(plan: ModelPlan, modules: Mapping[str, nn.Module], s
 
 
 def own_shards(name: str, layer: nn.Module, size: int) -> Iterator[tuple[str, str, Sharding]]:
-    """What a layer shards beside its linears: the module and its parameter, by name, and the sharding."""
+    """Module, parameter and sharding of all that a layer shards but its linears."""
     wanted = sections_of(layer)
     for part in ("", "conv1d", "norm"):
         for leaf in kinds.own_shapes(layer.get_submodule(part)):

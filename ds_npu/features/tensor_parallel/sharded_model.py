@@ -18,7 +18,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.features.declaration import Change, making
 from ds_npu.features.loss.model_loss import LossLevel, has_causal_lm_loss
-from ds_npu.features.modules.expert_layout import ExpertLayout, expert_layouts
+from ds_npu.features.modules.expert_layout import expert_layouts
 from ds_npu.features.tensor_parallel.adapters import (
     adapted_layers,
     check_adapters,
@@ -30,7 +30,7 @@ from ds_npu.features.tensor_parallel.adapters import (
     with_adapter,
 )
 from ds_npu.features.tensor_parallel.biases import take_own_biases, takes_biases, use_own_numbers
-from ds_npu.features.tensor_parallel.experts import DOWN_BIAS, enter_experts
+from ds_npu.features.tensor_parallel.experts import DOWN_BIAS, enter_experts, layouts_to_shard
 from ds_npu.features.tensor_parallel.linear_attention_shards import by_heads, linear_attention_shards, own_shards
 from ds_npu.features.tensor_parallel.norms import norm_over_ranks
 from ds_npu.features.tensor_parallel.regions import REGION_ROLES, Regions, check_shardable, wrap
@@ -142,7 +142,9 @@ class _ModelSharder:
             **linear_attention_shards(self.plan, self.modules, self.axis.size),
         }
         check_adapters(self.plan, self.modules)
-        experts = self._experts()
+        # Experts with an axis of their own are the matter of ds_npu.moe.
+        own = dict(self._of(Role.EXPERTS)) if self.topology.size("ep", "etp") == 1 else {}
+        experts = layouts_to_shard(expert_layouts(self.model, self.plan) if own else {}, own, self.axis.size)
         yield from self._adapters()
         for name, each in {**factor_shards_of(self.plan, shards), **shards}.items():
             yield from self._shard(name, each)
@@ -181,28 +183,6 @@ class _ModelSharder:
             for name, module in self._of(*COLUMN_ROLES, *ROW_ROLES, Role.EMBEDDING, Role.HEAD, Role.SHARDED_NORM)
             if self.plan.roles[name] is not Role.LINEAR_ATTENTION_OUTPUT
         }
-
-    def _experts(self) -> dict[str, ExpertLayout]:
-        """The layout of each module of experts, which the tensor ranks shard by columns."""
-        found = {}
-        # Experts with an axis of their own are the matter of ds_npu.moe.
-        mine = list(self._of(Role.EXPERTS)) if self.topology.size("ep", "etp") == 1 else []
-        layouts = expert_layouts(self.model, self.plan) if mine else {}
-        for name, module in mine:
-            layout = layouts.get(name)
-            why = "has an adapter" if with_adapter(name) != name else ""
-            if not isinstance(layout, ExpertLayout):
-                why = "holds its experts in a list"
-            elif set(layout.names) != kinds.own_shapes(module).keys():
-                why = f"has {', '.join(kinds.own_shapes(module))}, of which {', '.join(layout.names)} are known"
-            if why or not isinstance(layout, ExpertLayout):
-                raise ValueError(
-                    f"ds_npu.parallel.tensor: found {self.axis.size}; {name} ({type(module).__name__}) {why}. What to "
-                    "do: ds_npu.parallel.expert or expert_tensor > 1 beside it, or the role replicated for it in "
-                    "ds_npu.plan"
-                )
-            found[name] = layout
-        return found
 
     def _keep(self, module: str, parameter: str, sharding: Sharding) -> Change:
         """Reduce a parameter of ``module`` to this rank's shard."""

@@ -61,7 +61,7 @@ class RoleAssigner:
         """The plain name of the language part."""
         stated = self.tree.find(self.root.get_decoder())
         # Llama4ForCausalLM returns itself, and ModernBertDecoderForCausalLM its head: the names are not what they say.
-        around = (stated, self.tree.find(self.root))
+        around = dict.fromkeys((stated, self.tree.find(self.root)))
         inner = [name for each in around for name in self.tree.within(each).values() if self.stacks_in(name)]
         return inner[0] if not self.stacks_in(stated) and len(inner) == 1 else stated
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import tiny_models
 from planned_models import GROUPED, SIZES, made
 from test_model_plan import ATTENTION, MLP, NORMS, decoder, written
 
+from ds_npu.config.roles import Role
 from ds_npu.models.globs import plan_for
 from ds_npu.models.plan import AttentionShape
 
@@ -75,3 +77,10 @@ def test_modules_of_other_structures_have_their_roles(family):
     plan = plan_for(make(), {})
     assert dict(plan.roles) == expected
     assert plan.attentions == {name: shape for name, role in expected.items() if role == "attention"}
+
+
+def test_the_blocks_of_a_model_that_takes_itself_for_its_decoder():
+    """transformers' Llama4ForCausalLM has no attribute of its base_model_prefix."""
+    model = tiny_models.tiny("llama4_text")
+    assert model.get_decoder() is model
+    assert plan_for(model).named(Role.BLOCK) == ["model.layers.0", "model.layers.1"]

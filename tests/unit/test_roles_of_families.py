@@ -83,4 +83,4 @@ def test_the_blocks_of_a_model_that_takes_itself_for_its_decoder():
     """transformers' Llama4ForCausalLM has no attribute of its base_model_prefix."""
     model = tiny_models.tiny("llama4_text")
     assert model.get_decoder() is model
-    assert plan_for(model).named(Role.BLOCK) == ["model.layers.0", "model.layers.1"]
+    assert list(plan_for(model, {}).named(Role.BLOCK)) == ["model.layers.0", "model.layers.1"]

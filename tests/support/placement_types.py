@@ -182,7 +182,7 @@ RULES = {
     chunked_loss._ChunkedLoss: _chunked_loss,
     ulysses._Post: lambda out, *, x: _alike(out, x),
     ulysses._Wait: lambda out, *, posted: _alike(out, posted),
-    blockwise_attention._BlockwiseAttention: lambda out, *, q, k, v, sent: _alike(out, q, k, v, *sent),
+    blockwise_attention._BlockwiseAttention: lambda out, *, q, keys_and_values: _alike(out, q, *keys_and_values),
     operator._Attend: lambda out, *, q, k, v: _alike(out, q, k, v),
 }
 """Any other autograd function is refused until it has a rule."""

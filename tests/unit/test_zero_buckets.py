@@ -23,7 +23,6 @@ def zero(**keys: object) -> dict[str, object]:
         (zero(offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer: "),
         (BUCKETS | {"managed_gradient_accumulation": False}, "managed_gradient_accumulation is false: "),
         (BUCKETS | {"compile": {"deepcompile": True}}, "compile.deepcompile is true: "),
-        (BUCKETS | {"optimizer": {"type": "Muon"}}, "optimizer.type is Muon: "),
         (BUCKETS | {"data_types": {"grad_accum_dtype": "fp32"}}, "data_types.grad_accum_dtype is float32: "),
     ],
 )

@@ -13,33 +13,12 @@ import pytest
 import tiny_models
 import torch
 from ranks import run_on_ranks
+from small_engines import engine_of, llama, step
 from test_cost import calls_of_ds_npu
 from torch import nn
 
 from ds_npu.comparison.dump_reader import DumpedRun
 from ds_npu.dump_hooks import OUTPUT, WEIGHT
-
-
-def engine_of(model: nn.Module, section: dict, **more: object):
-    import deepspeed
-
-    rule.without_extension()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "ds_npu": section,
-        **more,
-    }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-
-def step(engine, ids: torch.Tensor) -> None:
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    engine.step()
-
-
-def llama() -> nn.Module:
-    return tiny_models.tiny("llama", torch.float32)
 
 
 def lives(folder: str) -> None:

@@ -9,14 +9,13 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import gradient_rule as rule
 import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
+from small_engines import engine_of, llama, step
 from test_cost import calls_of_ds_npu
-from torch import nn
 
 from ds_npu.features.profile import profiled_steps, recorders
 from ds_npu.step_time.intervals import BUBBLE, WAITS
@@ -33,29 +32,6 @@ AXES: dict[str, tuple[str, dict, int]] = {
     "all data ranks, ZeRO 3": ("llama", {}, 3),
 }
 """The family, the section and the stage of ZeRO of two ranks."""
-
-
-def engine_of(model: nn.Module, section: dict, stage: int = 0, **more: object):
-    import deepspeed
-
-    rule.without_extension()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "ds_npu": section,
-        **more,
-    }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-
-def step(engine, ids: torch.Tensor) -> None:
-    engine.backward(engine(input_ids=ids, labels=ids).loss)
-    engine.step()
-
-
-def llama() -> nn.Module:
-    return tiny_models.tiny("llama", torch.float32)
 
 
 def slow_rank(folder: str, axis: str) -> None:
@@ -262,10 +238,10 @@ def test_a_window_in_the_life_of_a_run(tmp_path):
 SCRIPT = """
 import sys
 sys.path[:0] = {paths!r}
-import test_profile, tiny_models
-engine = test_profile.engine_of(test_profile.llama(), {{"profile": {{"steps": {steps}, "folder": {folder!r}}}}})
+import small_engines, tiny_models
+engine = small_engines.engine_of(small_engines.llama(), {{"profile": {{"steps": {steps}, "folder": {folder!r}}}}})
 for _ in range(3):
-    test_profile.step(engine, tiny_models.tokens(2, 8))
+    small_engines.step(engine, tiny_models.tokens(2, 8))
 """
 
 

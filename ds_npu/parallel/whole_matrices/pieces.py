@@ -41,11 +41,6 @@ class WeightHolding:
     matrix_rows: int = 0
     """Rows of each matrix; 0: all."""
 
-    @property
-    def shard_numel(self) -> int:
-        """Elements of the rank's shard."""
-        return math.prod(map(_length, (self.leading, self.rows, self.columns)))
-
 
 class Matrix(NamedTuple):
     """One matrix that is orthogonalised as a whole."""

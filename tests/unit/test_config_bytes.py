@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -274,15 +275,20 @@ def command(*arguments, **options):
     return subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True, **options)
 
 
+def no_room():
+    """A full disk for the process: no file of it may grow."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
 def test_output_that_nobody_can_read(folder):
     path = folder / "valid.json"
     path.write_text(json.dumps(VALID))
     reader, writer = os.pipe()
     os.close(reader)
-    with open("/dev/full", "w") as full:
+    with (folder / "full").open("w") as full:
         started = [
             (1, "", command("check", path, stdout=writer)),
-            (1, "No space left on device", command("check", path, stdout=full)),
+            (1, "File too large", command("check", path, stdout=full, preexec_fn=no_room)),
             (0, "", command("check", path, stdout=subprocess.DEVNULL, env={"PYTHONIOENCODING": "ascii"})),
             (1, "1 mistake in", command("check", folder, stdout=subprocess.DEVNULL, env={"LC_ALL": "C"})),
         ]

@@ -92,6 +92,14 @@ class Role(str, Enum):
 STRUCTURAL = (Role.BLOCK, Role.ATTENTION, Role.MLP, Role.MOE, Role.ROTARY)
 """Roles of modules that hold other modules, or nothing that is trained."""
 
+OF_KNOWN_LAYERS = (
+    Role.LINEAR_ATTENTION,
+    Role.LINEAR_ATTENTION_INPUT,
+    Role.LINEAR_ATTENTION_OUTPUT,
+    Role.LINEAR_ATTENTION_PART,
+)
+"""Roles that only layers of transformers can have, whose classes ds_npu knows."""
+
 PARENT: dict[Role, tuple[Role, ...]] = {
     Role.QUERY: (Role.ATTENTION,),
     Role.KEY: (Role.ATTENTION,),
@@ -124,29 +132,20 @@ ORDER: dict[Role, str] = {
     Role.QUERY: f"{HEADS}; those that share a head of keys and values stand together",
     Role.KEY: HEADS,
     Role.VALUE: HEADS,
-    Role.QUERY_KEY_VALUE: (
-        "all heads' queries, then all keys, then all values along its output; not head by head, as in GPT-NeoX, BLOOM "
-        "and Falcon"
-    ),
-    Role.QUERY_KEY_VALUE_BY_GROUP: (
-        "along its output, for each head of keys the queries that share it, then the key, then the value; head by head "
-        "where each has its own"
-    ),
+    Role.QUERY_KEY_VALUE: "all heads' queries, then all keys, then all values; not head by head",
+    Role.QUERY_KEY_VALUE_BY_GROUP: "for each head of keys its queries, then the key, then the value",
     Role.ATTENTION_GATE: HEADS,
     Role.LATENT_QUERY: HEADS,
-    Role.LATENT_KEY_VALUE: "head by head along its output, each head's keys, then its values",
+    Role.LATENT_KEY_VALUE: "for each head its keys, then its values",
     Role.ATTENTION_OUTPUT: f"along its input, {HEADS}",
-    Role.GATE_UP: "all gates, then all ups along its output; not by turns",
-    Role.EXPERTS: (
-        "gate_up_proj [E, 2I, H], along 2I all gates, then all ups (not by turns, as in GPT-OSS), and down_proj "
-        "[E, H, I]"
-    ),
+    Role.GATE_UP: "all gates, then all ups; not by turns",
+    Role.EXPERTS: "gate_up_proj [E, 2I, H], all gates, then all ups; down_proj [E, H, I]",
 }
 """Order of the parts in a weight of each role, which its shape does not tell."""
 FUSED = (Role.QUERY_KEY_VALUE, Role.QUERY_KEY_VALUE_BY_GROUP, Role.LATENT_KEY_VALUE, Role.GATE_UP, Role.EXPERTS)
 ORDERS = "\n".join(
     [
-        "Of a weight that holds several parts, the role says the order:",
+        "Of a weight that holds several parts, the role says the order along its output:",
         *(f"  {role}: {ORDER[role]}" for role in FUSED),
         "In any other order: give the module around it (the attention, the MLP) the role replicated.",
     ]

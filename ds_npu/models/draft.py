@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from ds_npu.config.roles import ORDERS, PARENT, Role
+from ds_npu.config.roles import OF_KNOWN_LAYERS, ORDERS, PARENT, Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attention_modules import Linears, counted, wrong_heads, wrong_widths
 from ds_npu.models.hugging_face_model import hugging_face_model
@@ -213,9 +213,6 @@ def _kind(model: nn.Module, plan: ModelPlan) -> str:
 def _remedy(plan: ModelPlan, unplaced: list[Fault]) -> str:
     if not unplaced:
         return ""
-    accepted = ", ".join(Role) + f"\n{ORDERS}"
-    return (
-        ROLE_REMEDY % (names.generic(names.plain(unplaced[0][0])) or "**", accepted)
-        if plan.roles
-        else NEEDED % accepted
-    )
+    accepted = [role for role in Role if plan.roles or role not in OF_KNOWN_LAYERS]
+    named = f"{', '.join(accepted)}\n{ORDERS}"
+    return ROLE_REMEDY % (names.generic(names.plain(unplaced[0][0])) or "**", named) if plan.roles else NEEDED % named

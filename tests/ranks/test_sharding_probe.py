@@ -90,7 +90,7 @@ def test_a_trained_copy_of_the_embedding_passes():
 
 # ---- what is wrong is refused ----
 
-INTERLEAVED = "query_key_value, which means all heads' queries, then all keys, then all values along its output"
+INTERLEAVED = "query_key_value, which means all heads' queries, then all keys, then all values; not head by head"
 FAMILIES_BY_HEAD: dict[str, tuple[Callable[[], nn.Module], str, dict[str, str]]] = {
     "GPT-NeoX": (lambda: planned_models.made("GPTNeoXForCausalLM", **SIZES), "attention", {}),
     "Falcon": (

@@ -330,15 +330,12 @@ outputs, not 40
 Say what a module is in the DeepSpeed config, * standing for any part of a name and ** for any number of parts:
   "ds_npu": {"plan": {"model.layers.*.mlp.extra": "<role>"}}
 Roles: ROLES
-Of a weight that holds several parts, the role says the order:
-  query_key_value: all heads' queries, then all keys, then all values along its output; not head by head, as in \
-GPT-NeoX, BLOOM and Falcon
-  query_key_value_by_group: along its output, for each head of keys the queries that share it, then the key, then the \
-value; head by head where each has its own
-  latent_key_value: head by head along its output, each head's keys, then its values
-  gate_up: all gates, then all ups along its output; not by turns
-  experts: gate_up_proj [E, 2I, H], along 2I all gates, then all ups (not by turns, as in GPT-OSS), and down_proj \
-[E, H, I]
+Of a weight that holds several parts, the role says the order along its output:
+  query_key_value: all heads' queries, then all keys, then all values; not head by head
+  query_key_value_by_group: for each head of keys its queries, then the key, then the value
+  latent_key_value: for each head its keys, then its values
+  gate_up: all gates, then all ups; not by turns
+  experts: gate_up_proj [E, 2I, H], all gates, then all ups; down_proj [E, H, I]
 In any other order: give the module around it (the attention, the MLP) the role replicated.""".replace(
             "ROLES", ", ".join(Role)
         )

@@ -20,6 +20,9 @@ ROLES = (
     "up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, "
     "row, replicated, lora_a, lora_b"
 )
+OWN_ROLES = ROLES.replace(
+    "linear_attention, linear_attention_input, linear_attention_output, linear_attention_part, ", ""
+)
 
 
 class Attention(nn.Module):
@@ -275,7 +278,7 @@ Say in the DeepSpeed config what they are, as in
                       "layers.*.mlp": "mlp", "layers.*.mlp.wide": "up", "layers.*.mlp.narrow": "down",
                       "norm": "final_norm", "head": "head", "vision": "replicated"}}}}
 * stands for any part of a name, ** for any number of parts; the last glob that matches decides. {{"**": "replicated"}}
-shards nothing, on purpose: the ranks are replicas. Roles: {ROLES}
+shards nothing, on purpose: the ranks are replicas. Roles: {OWN_ROLES}
 {ORDERS}"""
     )
 

@@ -101,8 +101,8 @@ fast: $(STAMP) unlock
 	python -m pytest -m "not slow"
 
 whole: $(STAMP) unlock
-	python tests/support/parts.py env BUDGET=$${BUDGET:-200} $(ON_NPUS) python -m pytest tests/npu \
-		--then env BUDGET=$${BUDGET:-600} python -m pytest
+	python tests/support/parts.py env BUDGET=$${BUDGET:-140} $(ON_NPUS) python -m pytest tests/npu \
+		--then env BUDGET=$${BUDGET:-400} python -m pytest
 
 # Touches of the same memory that nothing orders, looked for in everything that tests/npu runs.
 raced: $(STAMP) unlock

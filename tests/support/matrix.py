@@ -29,7 +29,7 @@ SLOW = 0.2
 """Seconds."""
 UNKNOWN = 10.0
 """Seconds that a test marked slow is expected to take before it has been measured."""
-BUDGET = float(os.environ.get("BUDGET", "600"))
+BUDGET = float(os.environ.get("BUDGET", "400"))
 """Seconds of slow tests in a run."""
 OTHERS = "tests of other clients' environments (LLaMA-Factory, ms-swift, oldest releases)"
 DURATIONS = Path(__file__).parent.parent / "durations.json"

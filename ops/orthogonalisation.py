@@ -67,25 +67,40 @@ def orthogonalised(
     with "standard". A matrix of zeros gives zeros; one that is not finite gives values that are not.
     """
     x = x_BRC if method == "gram" else x_BRC.to(dtype)
-    is_tall = x.shape[-2] > x.shape[-1]
-    if is_tall:
-        x = x.mT
     if x.dtype == torch.float16:
         x = x.float()
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + EPSILON)).to(dtype)
-    if method == "gram" and x.shape[-2] < x.shape[-1]:
+    if method == "gram" and x.shape[-2] != x.shape[-1]:
         for part in filter(None, (coefficients[:RESTART], coefficients[RESTART:])):
             x = _on_gram_matrix(x, part)
     else:
         for a, b, c in coefficients:
-            gram = x @ x.mT
-            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+            gram = _gram_matrix(x)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, *_by_side(polynomial, x), beta=a)
+    return x
+
+
+def _is_tall(x_BRC: torch.Tensor) -> bool:
+    return x_BRC.shape[-2] > x_BRC.shape[-1]
+
+
+def _gram_matrix(x_BRC: torch.Tensor) -> torch.Tensor:
+    """The smaller of x x^T and x^T x."""
+    return x_BRC.mT @ x_BRC if _is_tall(x_BRC) else x_BRC @ x_BRC.mT
+
+
+def _by_side(small: torch.Tensor, x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The factors of the product of ``x_BRC`` and a polynomial of its Gram matrix, which is symmetric.
+
+    A tall matrix is multiplied from the right, so that nothing is transposed in memory.
+    """
+    return (x_BRC, small) if _is_tall(x_BRC) else (small, x_BRC)
 
 
 def _on_gram_matrix(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
-    """``x`` after the steps of ``coefficients``, whose product is made of the small matrix x x^T alone."""
-    gram, product = x @ x.mT, None
+    """``x`` after the steps of ``coefficients``, whose product is made of its Gram matrix alone."""
+    gram, product = _gram_matrix(x), None
     for index, (a, b, c) in enumerate(coefficients):
         step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         if product is None:
@@ -97,7 +112,7 @@ def _on_gram_matrix(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor
             half = torch.baddbmm(gram, step, gram, beta=a)
             gram = torch.baddbmm(half, step, half, beta=a)
     assert product is not None, "there are coefficients"
-    return product @ x
+    return torch.bmm(*_by_side(product, x))
 
 
 def steps_on_gram_matrices(steps: int) -> tuple[int, ...]:

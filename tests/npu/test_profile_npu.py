@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import gradient_rule as rule
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from ranks import run_on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_npu.log import logger
 from ds_npu.step_time.intervals import HOST
 from ds_npu.step_time.profile_folder import traces_in
 from ds_npu.topology.machine import machine_of
@@ -122,3 +125,35 @@ def beside_the_scripts_profiler(folder: str) -> None:
 def test_the_scripts_own_profiler_is_left_alone(tmp_path):
     run_on_ranks(1, beside_the_scripts_profiler, str(tmp_path), backend="hccl")
     assert list((tmp_path / "script").glob("*_ascend_pt/PROF_*"))
+
+
+def without_room(folder: str) -> None:
+    """Profile where no file may have more than 16 KiB: the run goes on, and one error names rank and folder."""
+    import deepspeed
+
+    rule.without_extension()
+    model = tiny_models.tiny("llama", torch.float32)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "ds_npu": {"profile": {"steps": [1, 1], "folder": folder}},
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    ids = tiny_models.tokens(2, 8).to(engine.device)
+    said: list[str] = []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with mock.patch.object(logger(), "error", lambda text, *args: said.append(text % args)):
+        for step in range(4):
+            if step == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, limits[1]))
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(said) == 1 and f"no profile of rank 0: {folder}/rank0_" in said[0], said
+    assert "MiB are free there. What to do: name another folder" in said[0], said
+    assert engine.global_steps == 4
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_profile_and_not_the_run(tmp_path):
+    run_on_ranks(1, without_room, str(tmp_path), backend="hccl")

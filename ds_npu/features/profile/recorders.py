@@ -15,7 +15,7 @@ import torch
 from ds_npu.features.profile.marked_calls import MarkedCalls
 from ds_npu.step_time.npu_trace import read_npu_trace
 from ds_npu.step_time.torch_trace import read_torch_trace
-from ds_npu.step_time.trace import Header, RankTrace
+from ds_npu.step_time.trace import Header, RankTrace, TraceError
 
 FEWER = "What to do: profile fewer steps (ds_npu.profile.steps), or less of them (ds_npu.profile.with)"
 EVENT_BYTES = 700
@@ -153,7 +153,12 @@ class NpuRecorder:
         own, self.profiler = self.profiler, None
         made = self._made(own)
         own.stop()
-        return read_npu_trace(made, replace(header, trace=made.name))
+        try:
+            return read_npu_trace(made, replace(header, trace=made.name))
+        except TraceError as error:
+            raise ProfileError(
+                f"{error}; {_free(self.folder)}. What to do: name another folder if that is why"
+            ) from error
 
     def stop(self) -> None:
         """Stop to record, and remove what was written."""

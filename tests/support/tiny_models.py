@@ -176,6 +176,9 @@ class Float64(TorchFunctionMode):
         wide = {torch.float32: torch.float64}
         if func is torch.Tensor.float:
             func, args = torch.Tensor.to, (args[0], torch.float64)
+        if func is torch.full and len(args) > 1 and isinstance(args[1], float):
+            # The default dtype of a number is float32, which has no such small ones (XGLM).
+            kwargs = {"dtype": torch.float64} | (kwargs or {})
         args = tuple(wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)
         named = {
             key: wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()

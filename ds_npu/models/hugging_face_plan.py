@@ -117,6 +117,10 @@ class _Assignment(RoleAssigner):
         name = self.tree.find(module)
         return self.tree.module(name) if name in self.tree.reals else module
 
+    @cached_property
+    def feed_forwards(self) -> FeedForwards:
+        return FeedForwards(self.tree, self.root, self.draft)
+
     def is_rotary(self, name: str) -> bool:
         return "Rotary" in type(self.tree.module(name)).__name__
 
@@ -149,7 +153,7 @@ class _Assignment(RoleAssigner):
             elif kinds.is_norm(self.tree.module(name)):
                 self.assign(name, Role.NORM)
             else:
-                FeedForwards(self.tree, self.root, self.draft).in_feed_forward(name)
+                self.feed_forwards.in_feed_forward(name)
 
     def holds_sublayers(self, name: str) -> bool:
         """Whether ``name`` holds attentions, or is a list of sublayers."""

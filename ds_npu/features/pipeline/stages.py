@@ -123,6 +123,9 @@ def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
         has_blocks_before |= role is Role.BLOCK
         if role in (Role.BLOCK, Role.ROTARY, Role.LORA_A, Role.LORA_B) or plan.block(name) is not None:
             continue
+        # Inkling's embedding holds a norm.
+        if any(names.is_inside(name, each) for each in (*first, *inputs, *last)):
+            continue
         if role in FIRST:
             first[_outermost(name)] = None
         elif role in LAST:

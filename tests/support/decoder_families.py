@@ -110,6 +110,8 @@ CHANGES: dict[str, dict[str, object]] = {
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+    "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 16}
+    | {"mamba_head_dim": 8, "ssm_state_size": 8},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
     "xglm": {"ffn_dim": 48},
 }

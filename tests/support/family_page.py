@@ -19,8 +19,8 @@ BEGIN = "<!-- The table is made by tests/support/family_page.py. -->"
 END = "<!-- The table ends here. -->"
 REASONS = {
     "layers with a state or a convolution": r"has (layers with a state|linear_attention|.*conv|hybrid)",
+    "Mamba's states (those of Mamba 2 are computed)": r"is Mamba, whose states",
     "sparse or compressed attention": r"has (indexed_attention|heavily|.*compressed|sparse)",
-    "chunked attention": r"has chunked_attention",
     "attention that transformers cannot exchange": r"computes its attention itself",
     "no stack of blocks with an attention in each": r"no stack of blocks|no one stack|0 blocks for",
     "blocks that return more than hidden states": r"returns a (tuple|list)",
@@ -28,7 +28,9 @@ REASONS = {
     "parts without a role": r"nothing says what it is|whose order is not known",
     "a part that may go from token to token": r"nothing says that it works on each token",
     "roles that its sizes contradict": r"PlanError",
-    "an order of heads that is not known, as the probe found": r"does not compute what it does whole",
+    "a sharding that computes something else, as the probe found (heads in pairs; experts that are the identity)": (
+        r"does not compute what it does whole"
+    ),
     "one weight in two stages": r"are one weight",
     "a module that is used before and behind the blocks": r"stands behind the blocks",
 }

@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.context_algorithm import ContextAlgorithm
-from ds_npu.features.context_parallel.sharded_sequences import shard_sequences
+from ds_npu.features.context_parallel.sharded_sequences import shard_sequences, shardable_model
 from ds_npu.features.modules.thread_ranks import (
     ProbeResult,
     ThreadTopology,
@@ -50,8 +50,10 @@ Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 def check_sequences(model: nn.Module, plan: ModelPlan, topology: Topology) -> None:
     """Raise the same ValueError on every context rank where ``model`` with sharded sequences computes something else.
 
-    Every context rank calls it at the same time. One line in the log tells what could not be tried.
+    Every context rank calls it at the same time. One line in the log tells what could not be tried. Raises ValueError
+    first where the sequences of ``model`` cannot be sharded at all.
     """
+    shardable_model(model, plan)
     size, group = topology.size("cp"), topology.group("cp")
     mine = probe_sequences(model, plan)
     found: list[tuple[list[str], list[str]]] = [([], [])] * size

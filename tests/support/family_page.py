@@ -31,6 +31,7 @@ REASONS = {
     "a sharding that computes something else, as the probe found (heads in pairs; experts that are the identity)": (
         r"does not compute what it does whole"
     ),
+    "an attribute of each block that the model reads in every stage": r"is in another stage, and its",
     "one weight in two stages": r"are one weight",
     "a module that is used before and behind the blocks": r"stands behind the blocks",
 }
@@ -49,6 +50,8 @@ def reason(outcome: str) -> str:
         return f"whole on each rank: {text.removeprefix('not sharded ')}"
     if kind == "not built":
         return "no tiny model was made"
+    # What a plan's error says of other axes is in front of its mistakes.
+    text = re.sub(r"^.*?\d+ mistakes? in the plan of", "PlanError:", text)
     found = [words for words, pattern in REASONS.items() if re.search(pattern, text)]
     return found[0] if found else re.sub(r"^\w+: ", "", text.removeprefix("at the first step, "))[:90]
 

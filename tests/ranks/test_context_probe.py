@@ -8,7 +8,7 @@ import tiny_models
 import torch
 from ranks import run_on_ranks
 
-from ds_npu.features.context_parallel.probe import check_sequences, probe_sequences
+from ds_npu.features.context_parallel.probe import check_context_blocks, probe_sequences
 from ds_npu.models.globs import partial_plan_for
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -49,7 +49,7 @@ def test_an_mlp_that_mixes_tokens_is_found(in_backward_only, said):
 def refused() -> None:
     with pytest.raises(ValueError, match=r"does not compute over the tokens of 2 ranks[\s\S]*probe false"):
         model = mixing()
-        check_sequences(model, partial_plan_for(model, {}), Topology(Degrees(cp=2)))
+        check_context_blocks(model, partial_plan_for(model, {}), Topology(Degrees(cp=2)))
 
 
 def test_all_ranks_refuse_it():

@@ -47,7 +47,7 @@ Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """An output, and the gradients of the hidden states (under "") and of the weights, by name."""
 
 
-def check_sequences(model: nn.Module, plan: ModelPlan, topology: Topology) -> None:
+def check_context_blocks(model: nn.Module, plan: ModelPlan, topology: Topology) -> None:
     """Raise the same ValueError on every context rank where ``model`` with sharded sequences computes something else.
 
     Every context rank calls it at the same time. One line in the log tells what could not be tried. Raises ValueError

@@ -14,7 +14,7 @@ from ds_npu.config.parallel import ParallelSection
 from ds_npu.config.roles import Role
 from ds_npu.config.sections import TensorOverlap
 from ds_npu.features.build import Build, Feature
-from ds_npu.features.context_parallel.probe import check_sequences
+from ds_npu.features.context_parallel.probe import check_context_blocks
 from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.tensor_parallel.probe import check_sharding
@@ -52,7 +52,7 @@ def _probe_of_sequences(section: ParallelSection, build: Build) -> Iterable[Chan
     if section.context == 1 or not section.probe or build.is_planned or hugging_face_model(build.model) is None:
         return
     if not has_sharded_sequences(build.model):
-        make = partial(check_sequences, build.model, build.partial_plan, build.topology)
+        make = partial(check_context_blocks, build.model, build.partial_plan, build.topology)
         yield Change("checks", "probe of sequences", "a block of each kind, in parts of a sequence and whole", make)
 
 

@@ -25,7 +25,7 @@ class ParallelSection(Section):
     expert_tensor: Ranks = 1
     """Ranks that share each expert's weight matrices."""
     probe: bool = True
-    """Try at start, on a copy of each kind of block, whether tensor ranks compute what it does whole."""
+    """Try at start, on a copy of each kind of block, whether tensor and context ranks compute what it does whole."""
 
 
 def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list[Problem]]:

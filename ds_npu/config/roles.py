@@ -34,7 +34,8 @@ class Role(str, Enum):
     LATENT_KEY_VALUE = "latent_key_value"
     """The up projection from a latent to keys (without rotary part) and values, by heads, in the order of ORDER."""
     LINEAR_ATTENTION = "linear_attention"
-    """A layer of linear attention of transformers (gated delta net, Mamba 2); its own weights are sharded by heads."""
+    """A layer of linear attention of transformers (gated delta net, Mamba 2, a short convolution); its own weights are
+    sharded by heads or channels."""
     LINEAR_ATTENTION_INPUT = "linear_attention_input"
     LINEAR_ATTENTION_OUTPUT = "linear_attention_output"
     """The linears into it and out of it, sharded by heads."""

@@ -44,6 +44,8 @@ class Pattern:
     before: int | None = None
     after: int | None = None
     documents: torch.Tensor | None = None
+    chunk: int | None = None
+    """Tokens of a chunk: chunks do not see each other (Llama 4), the first begins behind padding on the left."""
 
     @property
     def is_empty(self) -> bool:
@@ -61,7 +63,7 @@ def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
     pattern = pattern_of(arguments["mask_function"])
     offsets = arguments.get("q_offset", 0), arguments.get("kv_offset", 0)
     # A static cache's offset is on the device; the host does not wait for it.
-    if pattern is None or pattern.is_empty or isinstance(offsets[0], torch.Tensor):
+    if pattern is None or pattern.chunk or pattern.is_empty or isinstance(offsets[0], torch.Tensor):
         return _evaluated(arguments)
     if not may_leave_out(arguments) and pattern.documents is None:
         return _evaluated(arguments)
@@ -94,7 +96,7 @@ def pattern_of(function: Callable[..., Any]) -> Pattern | None:
     """The Pattern of transformers' mask function ``function``; None if it, or a part of it, is not known."""
     before: list[int] = []
     after: list[int] = []
-    documents = None
+    documents = chunk = None
     for part in _parts(function):
         if part.__module__ != "transformers.masking_utils":
             return None
@@ -111,9 +113,11 @@ def pattern_of(function: Callable[..., Any]) -> Pattern | None:
                 after.append(kept["sliding_window"])
             case "packed_sequence_mask_function" if documents is None:
                 documents = kept["packed_sequence_mask"]
+            case "chunked_overlay" if chunk is None:
+                chunk = kept["chunk_size"]
             case _:
                 return None
-    return Pattern(min(before, default=None), min(after, default=None), documents)
+    return Pattern(min(before, default=None), min(after, default=None), documents, chunk)
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:

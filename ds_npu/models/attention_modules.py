@@ -75,15 +75,15 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
         Role.VALUE: shape.kv_heads * shape.value_dim,
         Role.QUERY_KEY_VALUE: fused,
         Role.QUERY_KEY_VALUE_BY_GROUP: fused,
-        Role.LATENT_QUERY: shape.heads * shape.head_dim,
         Role.LATENT_KEY_VALUE: shape.heads * (shape.latent_key_dim + shape.value_dim),
     }
     for role, expected in outputs.items():
         yield from _other_outputs(linears[role], expected, f"the {role} of {shape}")
-    # Each head of a query may have a gate as well (Qwen3-Next).
-    for linear in linears[Role.QUERY]:
-        if kinds.sizes(linear)[1] not in (shape.heads * shape.head_dim, 2 * shape.heads * shape.head_dim):
-            yield from _other_outputs([linear], shape.heads * shape.head_dim, f"the {Role.QUERY} of {shape}")
+    # Each head of a query may have a gate as well (Qwen3-Next, A.X K2).
+    for role in (Role.QUERY, Role.LATENT_QUERY):
+        for linear in linears[role]:
+            if kinds.sizes(linear)[1] not in _query_widths(shape):
+                yield from _other_outputs([linear], shape.heads * shape.head_dim, f"the {role} of {shape}")
     for linear in linears[Role.ATTENTION_GATE]:
         if kinds.sizes(linear)[1] % shape.heads:
             yield linear, f"an {Role.ATTENTION_GATE} of {shape} has outputs for each head, not {kinds.sizes(linear)[1]}"
@@ -97,6 +97,11 @@ def wrong_heads(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Mo
     yield from _wrong_norms(shape, linears)
 
 
+def _query_widths(shape: AttentionShape) -> tuple[int, int]:
+    """The outputs of a linear for queries, without and with gates."""
+    return shape.heads * shape.head_dim, shape.heads * (shape.head_dim + shape.value_dim)
+
+
 def _other_outputs(linears: Iterable[nn.Module], expected: int, what: str) -> Iterator[tuple[nn.Module, str]]:
     for linear in linears:
         if (found := kinds.sizes(linear)[1]) != expected:
@@ -106,9 +111,11 @@ def _other_outputs(linears: Iterable[nn.Module], expected: int, what: str) -> It
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
     """Yield each norm that is over all heads, or over one, where its role says the other."""
     latents = [kinds.sizes(each)[0] for role in (Role.LATENT_QUERY, Role.LATENT_KEY_VALUE) for each in linears[role]]
+    latents += [each // 2 for each in latents if each % 2 == 0 and linears[Role.LATENT]]
     for norm in linears[Role.HEAD_NORM]:
         found = {size for own in kinds.own_shapes(norm).values() for size in own}
-        if found - {shape.head_dim, shape.value_dim, *latents}:
+        # Of latent attention the rotary part of a key may have a norm of its own (dots3).
+        if found - {shape.head_dim, shape.value_dim, shape.head_dim - shape.latent_key_dim, *latents}:
             over = "one head" + "".join(f" or a latent of {size}" for size in latents)
             yield norm, f"a {Role.HEAD_NORM} of {shape} is over {over}; this one is over {max(found)}"
     for norm in linears[Role.SHARDED_NORM]:

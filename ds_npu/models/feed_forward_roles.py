@@ -23,6 +23,7 @@ GATES_FIRST = {
     "GraniteMoeHybridMLP": ("input_linear", "output_linear"),
     "GraniteMoeSharedMLP": ("input_linear", "output_linear"),
     "MiniMaxM3VLDenseMLP": ("gate_up_proj", "down_proj"),
+    "MoshiGatingMLP": ("fc1", "fc2"),
 }
 """MLPs of transformers with all gates before all ups in one linear: the names of this one and of the one back."""
 BY_STYLE = {"colwise": Role.COLUMN, "rowwise": Role.ROW}

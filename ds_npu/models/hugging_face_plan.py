@@ -18,7 +18,7 @@ from ds_npu.models.draft import Draft
 from ds_npu.models.feed_forward_roles import IN_MLP, pair_roles
 from ds_npu.models.feed_forwards import FeedForwards
 from ds_npu.models.hugging_face_model import hugging_face_model
-from ds_npu.models.linear_attention import linear_attention_of
+from ds_npu.models.linear_attention import INPUTS, OUTPUTS, linear_attention_of
 from ds_npu.models.role_assigner import FUSED_ORDERS, RoleAssigner
 from ds_npu.models.tree import Tree
 
@@ -38,6 +38,7 @@ IN_ATTENTION: dict[str, Role] = {
     "q_a_proj": Role.LATENT,
     "kv_a_proj_with_mqa": Role.LATENT,
     "q_b_proj": Role.LATENT_QUERY,
+    "q_gate_proj": Role.LATENT_QUERY,
     "kv_b_proj": Role.LATENT_KEY_VALUE,
     "o_proj": Role.ATTENTION_OUTPUT,
     "out_proj": Role.ATTENTION_OUTPUT,
@@ -45,8 +46,6 @@ IN_ATTENTION: dict[str, Role] = {
     "dense": Role.ATTENTION_OUTPUT,
     "Wo": Role.ATTENTION_OUTPUT,
 }
-IN_LINEAR_ATTENTION = {"in": Role.LINEAR_ATTENTION_INPUT, "out": Role.LINEAR_ATTENTION_OUTPUT}
-"""Roles by the part of a linear's name before ``_proj``; the layer's other modules are its convolution and its norm."""
 POSITIONS = ("wpe", "embed_positions", "position_embeddings", "positions_embed")
 
 
@@ -57,6 +56,13 @@ def draft_of(model: nn.Module) -> Draft:
     if root is not None and not root.config.is_encoder_decoder:
         _Assignment(Tree(model), root, draft).everything()
     return draft
+
+
+def in_linear_attention(attribute: str) -> Role:
+    """The role of a part of linear attention; what is no linear is its convolution or its norm."""
+    if attribute in OUTPUTS:
+        return Role.LINEAR_ATTENTION_OUTPUT
+    return Role.LINEAR_ATTENTION_INPUT if INPUTS.match(attribute) else Role.LINEAR_ATTENTION_PART
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,11 @@ class _Assignment(RoleAssigner):
 
     def outside_blocks(self, name: str) -> None:
         module, attribute = self.tree.module(name), name.rpartition(".")[2]
-        if module is self.embedding:
+        inner = self.tree.within(name).values()
+        if any(self.tree.module(each) is self.embedding for each in inner):
+            for each in inner:
+                self.outside_blocks(each)
+        elif module is self.embedding:
             self.assign(name, Role.EMBEDDING)
         elif isinstance(module, nn.Embedding) and attribute in POSITIONS:
             self.assign(name, Role.POSITION_EMBEDDING)
@@ -106,6 +116,10 @@ class _Assignment(RoleAssigner):
         module = self.root.get_input_embeddings()
         name = self.tree.find(module)
         return self.tree.module(name) if name in self.tree.reals else module
+
+    @cached_property
+    def feed_forwards(self) -> FeedForwards:
+        return FeedForwards(self.tree, self.root, self.draft)
 
     def is_rotary(self, name: str) -> bool:
         return "Rotary" in type(self.tree.module(name)).__name__
@@ -127,7 +141,7 @@ class _Assignment(RoleAssigner):
         for attribute, name in self.tree.within(block).items():
             if attribute in pair:
                 self.assign(name, of_pair[pair[attribute]])
-            elif any(self.is_attention(each) for each in self.tree.within(name).values()):
+            elif self.holds_sublayers(name):
                 self.in_block(name)
             elif self.is_attention(name):
                 self.assign(name, Role.ATTENTION)
@@ -135,12 +149,17 @@ class _Assignment(RoleAssigner):
             elif linear_attention_of(self.tree.module(name)) is not None:
                 self.assign(name, Role.LINEAR_ATTENTION)
                 for attribute, part in self.tree.within(name).items():
-                    kind = attribute.partition("_proj")[0]
-                    self.assign(part, IN_LINEAR_ATTENTION.get(kind, Role.LINEAR_ATTENTION_PART))
+                    self.assign(part, in_linear_attention(attribute))
             elif kinds.is_norm(self.tree.module(name)):
                 self.assign(name, Role.NORM)
             else:
-                FeedForwards(self.tree, self.root, self.draft).in_feed_forward(name)
+                self.feed_forwards.in_feed_forward(name)
+
+    def holds_sublayers(self, name: str) -> bool:
+        """Whether ``name`` holds attentions, or is a list of sublayers."""
+        inner = [self.tree.module(each) for each in self.tree.within(name).values()]
+        is_list = isinstance(self.tree.module(name), nn.ModuleList) and not any(map(kinds.is_linear, inner))
+        return is_list or any(self.is_attention(each) for each in self.tree.within(name).values())
 
     def in_attention(self, attention: str) -> None:
         shape = configured(self.tree.module(attention), self.config)
@@ -159,7 +178,13 @@ class _Assignment(RoleAssigner):
                     if names.is_inside(each, name) and kinds.own_shapes(self.tree.module(each)):
                         self.assign(each, Role.INDEXER)
             elif attribute in IN_ATTENTION:
-                self.linear(name, self.in_order(attention, IN_ATTENTION[attribute]))
+                self.linear(self.innermost(name), self.in_order(attention, IN_ATTENTION[attribute]))
+
+    def innermost(self, name: str) -> str:
+        """The one linear that ``name`` holds, where it has no weights of its own (Moshi)."""
+        inner = list(self.tree.within(name).values())
+        is_holder = not kinds.own_shapes(self.tree.module(name)) and len(inner) == 1
+        return inner[0] if is_holder and kinds.is_linear(self.tree.module(inner[0])) else name
 
     def in_order(self, attention: str, role: Role) -> Role:
         order = FUSED_ORDERS.get(type(self.tree.module(attention)).__name__)

@@ -19,6 +19,7 @@ OVER_A_DIM = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn
 """Activations of torch that may run over the sequence dim."""
 ON_TOKENS = {
     *("DbrxNormAttentionNorm", "Gemma3nTextAltUp", "Gemma3nTextLaurelBlock", "JetMoeParallelExperts", "MoshiLinear"),
+    *("Llama4TextL2Norm", "ModernBertDecoderEmbeddings", "ModernBertDecoderPredictionHead"),
 }
 """Classes of transformers of other names and shapes that compute each token from that token, but in attentions."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
@@ -43,6 +44,12 @@ def is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith(("RMSNorm", "LayerNorm")) or isinstance(module, nn.LayerNorm)
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Whether the class of ``module`` says that it is an attention."""
+    name = type(module).__name__
+    return "Attention" in name or name.endswith("MLA")
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether ``module`` has a weight of two dims and is no embedding."""
     return len(own_shapes(module).get("weight", ())) == 2 and not isinstance(module, nn.Embedding)
@@ -62,7 +69,7 @@ def holds_list(module: nn.Module) -> bool:
 def counts(module: nn.Module, role: Role) -> bool:
     """Whether a plan holds ``module`` with ``role``; a norm counts without parameters, too."""
     is_list = role is Role.EXPERTS and holds_list(module)
-    return role in STRUCTURAL or is_list or is_norm(module) or bool(own_shapes(module))
+    return role in (*STRUCTURAL, Role.LINEAR_ATTENTION) or is_list or is_norm(module) or bool(own_shapes(module))
 
 
 def is_sparse(module: nn.Module) -> bool:
@@ -101,10 +108,11 @@ def sizes(module: nn.Module) -> tuple[int, int]:
 
 def _misfit_of_holder(role: Role, module: nn.Module) -> str | None:
     if role is Role.LINEAR_ATTENTION_PART:
-        return None if own_shapes(module) else f"{role} is for a convolution or a norm, which has weights"
+        right = bool(own_shapes(module)) or is_norm(module)
+        return None if right else f"{role} is for a convolution, a norm, or another module with weights"
     if role is Role.LINEAR_ATTENTION:
         known = linear_attention_of(module) is not None
-        return None if known else f"{role} is for a gated delta net or a Mamba 2 of transformers"
+        return None if known else f"{role} is for a gated delta net, a Mamba 2 or a short convolution of transformers"
     if any(len(shape) > 1 for shape in own_shapes(module).values()):
         return f"{role} is for a module without matrices of its own: put them into modules inside of it"
     return None if any(True for _ in module.children()) else f"{role} is for a module that holds others"

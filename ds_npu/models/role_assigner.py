@@ -77,11 +77,14 @@ class RoleAssigner:
     def is_stack(self, name: str) -> bool:
         """Whether ``name`` is a list of blocks, which are modules with attentions."""
         blocks = self.tree.within(name).values()
-        with_attention = (any(self.mixes_tokens(each) for each in self.tree.within(block).values()) for block in blocks)
-        return isinstance(self.tree.module(name), nn.ModuleList) and any(with_attention)
+        parts = [each for block in blocks for each in self.tree.within(block).values()]
+        # A block may hold a list of attentions (LongCat-Flash).
+        lists = [each for each in parts if isinstance(self.tree.module(each), nn.ModuleList)]
+        parts += [each for inner in lists for each in self.tree.within(inner).values()]
+        return isinstance(self.tree.module(name), nn.ModuleList) and any(map(self.mixes_tokens, parts))
 
     def is_attention(self, name: str) -> bool:
-        return "Attention" in type(self.tree.module(name)).__name__ and bool(self.tree.within(name))
+        return kinds.is_attention(self.tree.module(name)) and bool(self.tree.within(name))
 
     def mixes_tokens(self, name: str) -> bool:
         return self.is_attention(name) or linear_attention_of(self.tree.module(name)) is not None

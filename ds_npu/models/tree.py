@@ -61,8 +61,12 @@ class Tree:
         """The plain names of the modules directly in the one of plain name ``name``, by attribute."""
         return self._children.get(name, {})
 
+    @cached_property
+    def _modules(self) -> dict[str, nn.Module]:
+        return dict(self.model.named_modules())
+
     def module(self, name: str) -> nn.Module:
-        return self.model.get_submodule(self.reals[name][-1])
+        return self._modules[self.reals[name][-1]]
 
     def find(self, module: nn.Module) -> str:
         """The plain name of ``module``."""

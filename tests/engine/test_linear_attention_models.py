@@ -23,10 +23,9 @@ ALGORITHMS = {
 }
 SIZES = {"hybrid": 4, "double ring": 4}
 """Context ranks, where 2 do not show what an algorithm is."""
-STAGES = {"qwen3_next": (0, 1, 2), "qwen3_5": (0, 1, 2, 3), "mamba2": (0, 1, 2, 3)}
+EVERY = (0, 1, 2, 3)
+STAGES = {"qwen3_next": (0, 1, 2)} | dict.fromkeys(("qwen3_5", "mamba2", "bamba", "olmo_hybrid", "lfm2"), EVERY)
 """Experts that no token of a rank chooses are not called, and ZeRO-3 needs all ranks to call the same modules."""
-OTHERS_WHOLE = {"model.layers.*.self_attn": "replicated"}
-"""Over tensor ranks, the attention whose queries hold gates."""
 
 
 def steps(family: str, parallel: dict[str, object], algorithm: dict[str, object], stages: tuple[int, ...]) -> None:
@@ -35,8 +34,6 @@ def steps(family: str, parallel: dict[str, object], algorithm: dict[str, object]
     dp = dist.get_world_size() // (parallel.get("tensor", 1) * parallel.get("context", 1))
     expected = rule.reference(family, dp, dtype=torch.float64, start=torch.float64)
     asked = {"parallel": parallel, "context_parallel": algorithm}
-    if "tensor" in parallel and family != "mamba2":
-        asked["plan"] = OTHERS_WHOLE
     for stage in stages:
         errors = rule.engine_step(family, stage, torch.float64, asked, expected)
         where = (family, asked, stage, errors)
@@ -47,8 +44,8 @@ def steps(family: str, parallel: dict[str, object], algorithm: dict[str, object]
 
 CONTEXT_CORNERS = [
     ("qwen3_next", "ulysses", (0, 2)),
-    ("mamba2", "chosen", (1, 3)),
-    ("qwen3_5", "ring", (0, 3)),
+    ("lfm2", "chosen", (1, 3)),
+    ("bamba", "ring", (0, 3)),
 ]
 CONTEXT_CASES = [(family, name, stages) for family, stages in STAGES.items() for name in ALGORITHMS]
 
@@ -63,13 +60,13 @@ def test_one_division_of_the_sequence_serves_both_kinds_of_attention(family, nam
 
 SEQUENCES = {"tensor": 2, "sequence_parallel": True}
 TENSOR_CORNERS = [
-    ("mamba2", {"tensor": 2}, (0, 3)),
-    ("qwen3_5", SEQUENCES, (1, 3)),
+    ("lfm2", {"tensor": 2}, (0, 3)),
+    ("bamba", SEQUENCES, (1, 3)),
     ("qwen3_5", SEQUENCES | {"context": 2}, (1,)),
 ]
 TENSOR_CASES = [
     (family, parallel, STAGES[family])
-    for family in ("mamba2", "qwen3_5")
+    for family in STAGES
     for parallel in ({"tensor": 2}, SEQUENCES, {"tensor": 2, "context": 2}, SEQUENCES | {"context": 2})
 ]
 
@@ -89,17 +86,18 @@ def shards() -> None:
     from ds_npu.topology.degrees import Degrees
     from ds_npu.topology.topology import Topology
 
-    for family, globs, name, whole in (
-        ("mamba2", {}, "backbone.layers.0.mixer", {"in_proj.weight", "conv1d.weight", "conv1d.bias", "norm.weight"}),
-        ("qwen3_5", OTHERS_WHOLE, "model.layers.0.linear_attn", {"in_proj_qkv.weight", "conv1d.weight"}),
+    for family, name, whole in (
+        ("mamba2", "backbone.layers.0.mixer", {"in_proj.weight", "conv1d.weight", "conv1d.bias", "norm.weight"}),
+        ("qwen3_5", "model.layers.0.linear_attn", {"in_proj_qkv.weight", "conv1d.weight"}),
+        ("bamba", "model.layers.0.mamba", {"in_proj.weight", "norm.weight"}),
     ):
         before, model = tiny_models.tiny(family), tiny_models.tiny(family)
-        shard_model(model, plan_for(model, globs), Topology(Degrees(tp=2)))
+        shard_model(model, plan_for(model, {}), Topology(Degrees(tp=2)))
         layer, original = model.get_submodule(name), before.get_submodule(name)
         sizes = {each: weight.numel() for each, weight in original.named_parameters()}
         found = {each for each, weight in layer.named_parameters() if 2 * weight.numel() == sizes[each]}
         assert found >= whole | {"A_log", "dt_bias", "out_proj.weight"}, (family, found)
-        assert 2 * layer.conv_dim == original.conv_dim
+        assert 2 * layer.num_v_heads == original.num_v_heads if family == "qwen3_5" else 2 * layer.num_heads == 8
 
 
 def test_weights_of_heads_are_sharded():
@@ -112,10 +110,12 @@ def too_many() -> None:
     from ds_npu.topology.degrees import Degrees
     from ds_npu.topology.topology import Topology
 
-    model = tiny_models.tiny("mamba2", n_groups=1)
-    with pytest.raises(ValueError, match=r"backbone.layers.0.mixer \(Mamba2Mixer\): 1\n"):
+    model = tiny_models.tiny("qwen3_5", linear_num_key_heads=1)
+    with pytest.raises(
+        ValueError, match=r"layers.0.linear_attn \(Qwen3_5GatedDeltaNet\): each rank needs a head of keys"
+    ):
         shard_model(model, plan_for(model, {}), Topology(Degrees(tp=2)))
 
 
-def test_fewer_groups_than_ranks_are_refused_by_name():
+def test_fewer_heads_than_ranks_are_refused_by_name():
     run_on_ranks(2, too_many)

@@ -331,3 +331,24 @@ def lengths_of_all_ranks() -> None:
 
 def test_the_algorithm_is_chosen_for_the_first_batch():
     run_on_ranks(2, lengths_of_all_ranks)
+
+
+def in_chunks(chosen: str) -> None:
+    sizes = {"attention_chunk_size": 5, "layer_types": ["chunked_attention", "full_attention"]}
+    # A row of padding sees nothing: "eager" would give it a mean.
+    model, plain = (tiny_models.tiny("llama4_text", attn_implementation="sdpa", **sizes) for _ in range(2))
+    topology = Topology(Degrees(cp=2))
+    shard_sequences(model, plan_for(model, {}), topology, algorithm(chosen, 2))
+    both = SequenceSharded(model, plain, topology)
+    for name in ("plain", "padding holes", "4d bool"):
+        given = CASES[name]()
+        close(step(both.model, **given), step(both.plain, **given), name)
+        both.same_gradients()
+    for name in ("packed", "padding left"):
+        with pytest.raises(ValueError, match="in chunked attention"):
+            step(both.model, **CASES[name]())
+
+
+@pytest.mark.parametrize("chosen", ["ring", "ulysses"])
+def test_chunked_attention(chosen):
+    run_on_ranks(2, in_chunks, chosen)

@@ -35,3 +35,16 @@ def test_a_family_is_what_the_page_says(kind):
         axis: family_page.status(recorded[axis]) for axis in family_axes.AXES
     }, found
     assert not [each for each in found.values() if each.startswith(("wrong", "error"))], found
+
+
+RECORDED = json.loads(family_page.OUTCOMES.read_text())["outcomes"]
+MOST_TRAINED = ("qwen3_next", "llama", "gpt_oss", "deepseek_v3", "mamba2", "granitemoehybrid")
+FURTHER = [(kind, name) for kind in (*MOST_TRAINED, *KINDS) for name in family_axes.further(RECORDED[kind])]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=2)
+@pytest.mark.parametrize(("kind", "name"), dict.fromkeys(FURTHER))
+def test_a_family_on_an_axis_is_right_with_zero_other_axes_and_algorithms(kind, name):
+    found = family_axes.tried(kind, [name])[name]
+    assert found == "yes" or (name in family_axes.MAY_REFUSE and found.startswith("refused: ")), found

@@ -80,11 +80,15 @@ def of_documents(family: str, chosen: str, context: int) -> None:
 @pytest.mark.parametrize(
     ("family", "chosen", "context"),
     [
-        ("qwen3_5", "ring", 3),
+        ("lfm2", "ring", 2),
         ("mamba2", "ulysses", 2),
+        ("qwen3_5", "ring", 3),
         ("qwen3_next", "ulysses", 2),
         ("mamba2", "ring", 3),
         ("qwen3_5", "hybrid", 4),
+        ("lfm2", "ring", 3),
+        ("bamba", "ulysses", 2),
+        ("olmo_hybrid", "ring", 2),
     ],
 )
 def test_padding_and_documents(family, chosen, context):

@@ -96,6 +96,9 @@ CHANGES: dict[str, dict[str, object]] = {
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 4}
     | {"mamba_d_state": 8, "adapter_rank": 4, "use_mamba_kernels": False},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "num_hidden_layers": 4},
+    "kimi_linear": LATENT
+    | {"head_dim": 4, "q_lora_rank": None, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_heads": 4, "linear_head_dim": 8, "mlp_layer_types": ["dense", "sparse"]},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "minicpm3", "youtu"), LATENT | {"head_dim": 4}),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
@@ -107,6 +110,8 @@ CHANGES: dict[str, dict[str, object]] = {
     "granitemoehybrid": MAMBA | {"layer_types": ["mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
+    "nemotron_h": {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 16}
+    | {"mamba_head_dim": 8, "ssm_state_size": 8},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48},
     "xglm": {"ffn_dim": 48},
 }

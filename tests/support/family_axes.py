@@ -62,11 +62,26 @@ FURTHER = {
     "experts": Setting({"parallel": {"expert": 2}}),
 }
 SETTINGS = AXES | FURTHER
+ON = {
+    **dict.fromkeys(("sequence", "tensor, ZeRO 1", "tensor, ZeRO 3"), ("tensor",)),
+    **dict.fromkeys(("ring", "ulysses", "context, ZeRO 3"), ("context",)),
+    "tensor and context": ("tensor", "context"),
+    "stages, ZeRO 1": ("stages",),
+    "experts": (),
+}
+"""The axes that a further setting is one of: a family with yes for each of them has to be right with it, too."""
+MAY_REFUSE = ("sequence", "ulysses", "experts")
+"""Further settings that a family may be refused with by name: flattened hidden states, few heads, no experts."""
 
 
 def decoders() -> dict[str, str]:
     """The class of each family on the list."""
     return dict(json.loads(LIST.read_text())["decoders"])
+
+
+def further(recorded: dict[str, str]) -> list[str]:
+    """The further settings of a family whose outcomes on the axes are ``recorded``."""
+    return [name for name, axes in ON.items() if all(recorded.get(axis) == "yes" for axis in axes)]
 
 
 def outcome(kind: str, setting: Setting, plan: dict[str, str] | None = None) -> str:
@@ -228,14 +243,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("families", nargs="*")
-    parser.add_argument("--axes", default=",".join(AXES))
+    parser.add_argument("--axes", default=",".join(AXES), help="or further: all that the recorded outcomes ask for")
     parser.add_argument("--commit", help="its name, where this is no checkout")
     options = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     results = json.loads(options.results.read_text()) if options.results.exists() else {"outcomes": {}}
     for kind in options.families or decoders():
         begun = time.perf_counter()
-        found = tried(kind, options.axes.split(","))
+        recorded = results["outcomes"].get(kind, {})
+        names = further(recorded) if options.axes == "further" else options.axes.split(",")
+        found = tried(kind, names)
         results["outcomes"].setdefault(kind, {}).update(found | {"commit": options.commit or commit.stdout.strip()})
         options.results.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{kind} ({time.perf_counter() - begun:.0f} s)", *(f"\n  {k}: {v}" for k, v in found.items()), flush=True)

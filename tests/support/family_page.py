@@ -19,8 +19,8 @@ BEGIN = "<!-- The table is made by tests/support/family_page.py. -->"
 END = "<!-- The table ends here. -->"
 REASONS = {
     "layers with a state or a convolution": r"has (layers with a state|linear_attention|.*conv|hybrid)",
+    "Mamba's states (those of Mamba 2 are computed)": r"is Mamba, whose states",
     "sparse or compressed attention": r"has (indexed_attention|heavily|.*compressed|sparse)",
-    "chunked attention": r"has chunked_attention",
     "attention that transformers cannot exchange": r"computes its attention itself",
     "no stack of blocks with an attention in each": r"no stack of blocks|no one stack|0 blocks for",
     "blocks that return more than hidden states": r"returns a (tuple|list)",
@@ -28,7 +28,10 @@ REASONS = {
     "parts without a role": r"nothing says what it is|whose order is not known",
     "a part that may go from token to token": r"nothing says that it works on each token",
     "roles that its sizes contradict": r"PlanError",
-    "an order of heads that is not known, as the probe found": r"does not compute what it does whole",
+    "a sharding that computes something else, as the probe found (heads in pairs; experts that are the identity)": (
+        r"does not compute what it does whole"
+    ),
+    "an attribute of each block that the model reads in every stage": r"is in another stage, and its",
     "one weight in two stages": r"are one weight",
     "a module that is used before and behind the blocks": r"stands behind the blocks",
 }
@@ -47,6 +50,8 @@ def reason(outcome: str) -> str:
         return f"whole on each rank: {text.removeprefix('not sharded ')}"
     if kind == "not built":
         return "no tiny model was made"
+    # What a plan's error says of other axes is in front of its mistakes.
+    text = re.sub(r"^.*?\d+ mistakes? in the plan of", "PlanError:", text)
     found = [words for words, pattern in REASONS.items() if re.search(pattern, text)]
     return found[0] if found else re.sub(r"^\w+: ", "", text.removeprefix("at the first step, "))[:90]
 

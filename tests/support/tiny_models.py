@@ -130,8 +130,15 @@ LINEAR_ATTENTION: dict[str, tuple[str, dict[str, object]]] = {
         "Mamba2ForCausalLM",
         {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 6, "chunk_size": 4, "expand": 2},
     ),
+    "bamba": (
+        "BambaForCausalLM",
+        {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 6, "mamba_chunk_size": 4}
+        | {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", {key: size for key, size in DELTA_NET.items() if key != "head_dim"}),
+    "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
 }
-"""Families with layers of linear attention: hybrids, and one without any other attention."""
+"""Families with layers of linear attention, most beside layers of another attention."""
 ALL = OF_EXPERTS | SCALED | SHARED_EXPERTS | LINEAR_ATTENTION
 
 
@@ -176,6 +183,9 @@ class Float64(TorchFunctionMode):
         wide = {torch.float32: torch.float64}
         if func is torch.Tensor.float:
             func, args = torch.Tensor.to, (args[0], torch.float64)
+        if func is torch.full and len(args) > 1 and isinstance(args[1], float):
+            # The default dtype of a number is float32, which has no such small ones (XGLM).
+            kwargs = {"dtype": torch.float64} | (kwargs or {})
         args = tuple(wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for arg in args)
         named = {
             key: wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()

@@ -72,7 +72,9 @@ def test_an_attention_must_take_its_function_from_transformers():
     model = llama()
     own = type("OwnAttention", (type(model.model.layers[1].self_attn),), {"forward": lambda self, x, **_: (x, None)})
     model.model.layers[1].self_attn.__class__ = own
-    with pytest.raises(ValueError, match="has no stack of blocks with an attention in each"):
+    with pytest.raises(
+        ValueError, match=r"layers.1.self_attn \(OwnAttention\), and nothing says that it works on each"
+    ):
         shardable_model(model, partial_plan_for(model, {}))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from dataclasses import FrozenInstanceError
 
 import planned_models as models
@@ -358,3 +359,11 @@ def test_weights_that_zero_3_has_split_have_their_whole_shape():
         vars(parameter)["ds_shape"] = parameter.shape
         parameter.data = torch.empty(0, device="meta")
     assert dict(plan_for(model, {}).roles) == FAMILIES["llama"][1]
+
+
+def test_a_model_of_80_blocks_is_planned_in_a_second():
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    model = made("LlamaForCausalLM", **sizes, num_key_value_heads=8, vocab_size=128256)
+    begun = time.process_time()
+    assert len(plan_for(model, {}).blocks) == 80
+    assert time.process_time() - begun < 1.0

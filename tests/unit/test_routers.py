@@ -8,7 +8,7 @@ import tiny_models
 import torch
 from expert_families import FAMILIES
 
-from ds_npu.features.experts.routing import correction_of, router_of
+from ds_npu.features.experts.routing import collect_ids, collecting, correction_of, router_of
 from ds_npu.features.modules.expert_layout import is_of_transformers
 
 UNKNOWN = {"deepseek_v4"}
@@ -56,3 +56,20 @@ def test_the_router_beside_experts_is_found(kind):
         sums = call["logits"].double().sum(1)
         assert not torch.allclose(sums, torch.ones_like(sums)), f"{name}: scores, not logits"
     assert checked or kind in UNKNOWN or not any(map(is_of_transformers, model.modules()))
+
+
+def test_a_token_that_chose_no_expert_is_counted_as_one_of_none():
+    model, logits = families.made("zaya"), {}
+    routers = {name: router_of(model, name) for name, each in model.named_modules() if name.endswith("mlp.experts")}
+    for name, router in routers.items():
+        # As likely to be chosen as an expert.
+        router.module.balancing_biases.zero_()
+        collect_ids(name, model.get_submodule(name))
+        router.module.register_forward_hook(lambda _, args, out, n=name: logits.update({n: out[0].detach()}))
+    with collecting() as collected:
+        model(input_ids=tiny_models.tokens(families.SAMPLES, families.LENGTH))
+    experts = model.config.num_experts
+    expected = {name: each.softmax(-1).argmax(-1, keepdim=True) for name, each in logits.items()}
+    assert len(routers) == 4 and any((each == experts).any() for each in expected.values())
+    for name in routers:
+        assert collected.ids[name][0].equal(expected[name]), name

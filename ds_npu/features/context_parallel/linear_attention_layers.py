@@ -11,7 +11,9 @@ from torch import nn
 
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.features.modules.linear_attention import linear_attention_forward
+from ds_npu.models.attributes import attribute
 from ds_npu.models.kinds import own_shapes
+from ds_npu.models.linear_attention import CONVOLUTIONS, part_of
 from ds_npu.ops.linear_attention import Recurrence
 from ds_npu.parallel.context.state_scan import convolved_runs, scanned_attention
 from ds_npu.parallel.context.token_runs import TokenRuns
@@ -33,10 +35,8 @@ class ShardedRuns:
         return self.runs.restored(mixer(*map(self.runs.arranged, of_tokens)), self.batch.samples)
 
     def convolve(self, x_PLC: torch.Tensor, convolution: nn.Module) -> torch.Tensor:
-        weight = convolution.get_parameter("weight").squeeze(1)
-        # By its name: ZeRO-3 gathers what is read so.
-        bias = convolution.get_parameter("bias") if "bias" in own_shapes(convolution) else None
-        return convolved_runs(x_PLC, weight, bias, self.runs, self.batch.group)
+        bias = _weight(convolution, "bias") if "bias" in own_shapes(convolution) else None
+        return convolved_runs(x_PLC, _weight(convolution, "weight").squeeze(1), bias, self.runs, self.batch.group)
 
     def attend(self, tokens: Recurrence) -> torch.Tensor:
         return scanned_attention(tokens, self.runs, self.batch.group)
@@ -64,5 +64,12 @@ def _scanned(
             f"ds_npu.parallel.context: {type(layer).__name__} is given {hidden_states.shape[1]} tokens of each sample; "
             f"this rank has {batch.count}"
         )
-    width: int = layer.get_submodule("conv1d").get_parameter("weight").shape[-1]
+    width: int = _weight(part_of(layer, *CONVOLUTIONS), "weight").shape[-1]
     return linear_attention_forward(layer, hidden_states, ShardedRuns(batch, width))
+
+
+def _weight(convolution: nn.Module, name: str) -> torch.Tensor:
+    """The parameter ``name``, or what stands in its place while the layer is computed (channels of a tensor rank)."""
+    own = attribute(convolution, name, torch.Tensor)
+    # By its name: ZeRO-3 gathers what is read so.
+    return convolution.get_parameter(name) if own is None else own

@@ -19,9 +19,9 @@ from ds_npu.models.hugging_face_model import HuggingFaceModel, settings
 from ds_npu.models.linear_attention import linear_attentions, misfits
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
-WITHIN_TOKENS = {"full_attention", "sliding_attention"}
+WITHIN_TOKENS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
-LINEAR = {"linear_attention", "mamba2", "mamba"}
+LINEAR = {"linear_attention", "mamba2", "mamba", "conv", "hybrid"}
 """Kinds of layers that may be linear attention of a kind that is computed."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """transformers' registry, from which an attention whose function can be exchanged takes its function."""
@@ -39,7 +39,8 @@ def check_settings(inner: HuggingFaceModel) -> None:
     if mixing:
         raise ValueError(
             f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be sharded only "
-            "where nothing but full and sliding-window attention goes from token to token"
+            "where nothing but full, sliding-window or chunked attention, or linear attention of a known kind, goes "
+            "from token to token"
         )
 
 
@@ -59,7 +60,7 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
 
     ``roles``: those that are known of its modules, or that the user gave them.
     """
-    who, decoder = f"ds_npu.parallel.context: {type(inner).__name__}", inner.get_decoder()
+    who, decoder = f"ds_npu.parallel.context: {type(inner).__name__}", decoder_of(inner)
     linear = linear_attentions(decoder)
     for name, layer in linear.items():
         for why in misfits(layer):
@@ -68,9 +69,10 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
     blocks = _blocks(decoder, attentions)
     if not blocks:
         raise ValueError(f"{who} has no stack of blocks with an attention in each that transformers can exchange")
+    around = {outer for block in blocks for outer in names.ancestors(block)}
     for name, module in decoder.named_modules():
         inside = any(names.is_inside(name, layer) for layer in linear)
-        known = inside or name in {"", *blocks, *attentions} or kinds.works_on_tokens(module)
+        known = inside or name in {*around, *blocks, *attentions} or kinds.works_on_tokens(module)
         if not known and roles.get(module, Role.REPLICATED) in MAY_MIX:
             raise ValueError(
                 f"{who} has {name} ({kinds.described(module)}), and nothing says that it works on each token by "
@@ -79,16 +81,22 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
             )
 
 
+def decoder_of(inner: HuggingFaceModel) -> nn.Module:
+    """The decoder of ``inner``; itself where what it calls so holds no blocks (ModernBERT's decoder is its head)."""
+    stated = inner.get_decoder()
+    return stated if any(isinstance(each, nn.ModuleList) for each in stated.modules()) else inner
+
+
 def attentions_of(inner: HuggingFaceModel) -> dict[str, nn.Module]:
     """The attentions whose function transformers can exchange, by their names in the decoder of ``inner``."""
-    return {name: each for name, each in inner.get_decoder().named_modules() if is_exchangeable(each)}
+    return {name: each for name, each in decoder_of(inner).named_modules() if is_exchangeable(each)}
 
 
 def is_exchangeable(module: nn.Module) -> bool:
     """Whether ``module`` is an attention of transformers that takes its function from the registry."""
     forward = inspect.unwrap(type(module).forward)
     takes = isinstance(forward, FunctionType) and INTERFACE in forward.__code__.co_names
-    return takes and "Attention" in type(module).__name__ and kinds.own_shapes(module).keys() <= BY_HEAD
+    return takes and kinds.is_attention(module) and kinds.own_shapes(module).keys() <= BY_HEAD
 
 
 def _configured(inner: HuggingFaceModel) -> Iterator[str]:
@@ -110,10 +118,19 @@ def _configured(inner: HuggingFaceModel) -> Iterator[str]:
 
 
 def _blocks(decoder: nn.Module, attentions: Mapping[str, nn.Module]) -> set[str]:
-    """The blocks of the one stack that holds all attentions; empty where a block of it has no attention."""
-    blocks = {".".join(name.split(".")[:2]) for name in attentions}
+    """The blocks of the one stack that holds all attentions; empty where a block is of a class without attention."""
+    blocks = {_block_around(name) for name in attentions}
     stacks = {names.parent(name) for name in blocks}
-    lists = {name: each for name, each in decoder.named_children() if isinstance(each, nn.ModuleList)}
-    held = ((f"{name}.{index}", each) for name in stacks & lists.keys() for index, each in lists[name].named_children())
-    every = {name for name, each in held if not isinstance(each, PassThrough)}
-    return blocks if len(stacks) == 1 and every == blocks else set()
+    lists = {name: each for name, each in decoder.named_modules() if isinstance(each, nn.ModuleList)}
+    held = {f"{name}.{index}": each for name in stacks & lists.keys() for index, each in lists[name].named_children()}
+    every = {name: type(each) for name, each in held.items() if not isinstance(each, PassThrough)}
+    # Blocks of one class have their MLPs in the place of attention (Nemotron-H).
+    with_attention = {every[name] for name in blocks & every.keys()}
+    is_one = len(stacks) == 1 and blocks <= every.keys() and set(every.values()) <= with_attention
+    return set(every) if is_one else set()
+
+
+def _block_around(name: str) -> str:
+    """The outermost module around ``name`` that is one of a list."""
+    around = [name, *names.ancestors(name)]
+    return next((each for each in reversed(around) if each.rpartition(".")[2].isdecimal()), name)

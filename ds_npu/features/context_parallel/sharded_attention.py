@@ -64,6 +64,8 @@ class SequenceShardAttention:
             )
         if pattern.is_empty:
             return SequenceShardMask(Mask(dense=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)), batch)
+        if pattern.chunk is not None:
+            return SequenceShardMask(_in_chunks(pattern, pattern.chunk, batch), batch)
         return SequenceShardMask(_with_padding(Mask(pattern.before, pattern.after), batch), batch)
 
     def attend(
@@ -121,6 +123,22 @@ def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:
     outside = band.band(length, length).hidden(range(length), range(length), padding.device)
     hidden = padding[:, None, None, :].expand(-1, -1, length, -1)
     return Mask(dense=hidden if outside is None else hidden | outside)
+
+
+def _in_chunks(pattern: masks.Pattern, size: int, batch: ShardedBatch) -> Mask:
+    """A mask of the whole sequence [B or 1, 1, S, S], where no document hides anything between chunks of ``size``."""
+    padding, length, device = batch.visibility.padding, batch.tokens.length, batch.device
+    if batch.visibility.documents is not None:
+        _refuse("packed documents, or padding at the ends of samples, in chunked attention", "samples without padding")
+    band = _with_padding(Mask(pattern.before, pattern.after), batch)
+    hidden = band.dense
+    if hidden is None:
+        outside = band.band(length, length).hidden(range(length), range(length), device)
+        hidden = torch.zeros(1, 1, length, length, dtype=torch.bool, device=device) if outside is None else outside
+    at = torch.arange(length, device=device)[None]
+    at = at if padding is None else at - padding.int().cumprod(1).sum(1, keepdim=True)
+    chunks = at.div(size, rounding_mode="floor")
+    return Mask(dense=hidden | (chunks[:, None, :, None] != chunks[:, None, None, :]))
 
 
 def _refuse(found: str, accepted: str) -> NoReturn:

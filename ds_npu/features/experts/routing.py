@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_npu.features.modules.scaled_inputs import SCALED
 from ds_npu.models import names
+from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import logits_recorders
 from ds_npu.parallel.expert.balance import Routing, Scores
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
@@ -21,6 +22,10 @@ from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 CORRECTION = "e_score_correction_bias"
 """The buffer that a router adds to scores only to choose experts."""
+
+
+OF_NO_EXPERT = ("ZayaExperts",)
+"""Experts of transformers whose routers choose none of them by the first expert with a weight of 0."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,10 @@ def collect_ids(experts: str, module: nn.Module) -> None:
         collected = _COLLECTED.of(running())
         if collected is not None:
             ids: torch.Tensor = args[1] if len(args) > 1 else kwargs[names_of[1]]
+            if type(module).__name__ in OF_NO_EXPERT:
+                weights: torch.Tensor = args[2] if len(args) > 2 else kwargs[names_of[2]]
+                # The last of the router's logits is that of no expert.
+                ids = ids.masked_fill(weights == 0, attribute(module, "num_experts", int) or 0)
             collected.ids.setdefault(experts, []).append(ids.detach())
 
     if not COLLECTS.get(module):

@@ -15,7 +15,14 @@ from torch import nn
 from torch.nn import functional
 
 from ds_npu.models.attributes import attribute
-from ds_npu.models.linear_attention import LinearAttention, linear_attention_of
+from ds_npu.models.linear_attention import (
+    CONVOLUTIONS,
+    NORMS,
+    OUTPUTS,
+    LinearAttention,
+    linear_attention_of,
+    part_of,
+)
 from ds_npu.ops.linear_attention import Recurrence
 from ds_npu.ops.precision import accumulation_dtype, for_accumulation
 
@@ -43,8 +50,9 @@ class Sequences(Protocol):
 def linear_attention_forward(layer: nn.Module, hidden_BSD: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """The output [B, S, D] of ``layer``, a LinearAttention, for ``hidden`` [B, S, D]."""
     hidden = hidden_BSD if sequences.kept is None else hidden_BSD * sequences.kept
-    is_delta = linear_attention_of(layer) is LinearAttention.GATED_DELTA
-    return (_gated_delta if is_delta else _state_space)(layer, hidden, sequences)
+    kind = linear_attention_of(layer)
+    assert kind is not None, "the caller has looked"
+    return MIXERS[kind](layer, hidden, sequences)
 
 
 def _gated_delta(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -> torch.Tensor:
@@ -53,34 +61,43 @@ def _gated_delta(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -
     mixed, z, b, a = _delta_projections(layer, hidden, shared)
     key_heads = mixed.shape[-1] // (2 * key + shared * value)
     widths = [key_heads * key, key_heads * key, key_heads * shared * value]
+    largest = 2.0 if attribute(layer, "allow_neg_eigval", bool) else 1.0
 
     def mix(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-        q, k, v = torch.split(functional.silu(sequences.convolve(mixed, layer.get_submodule("conv1d"))), widths, -1)
+        q, k, v = torch.split(functional.silu(sequences.convolve(mixed, part_of(layer, *CONVOLUTIONS))), widths, -1)
         q, k = (_normalised(each, key).repeat_interleave(shared, 2) for each in (q, k))
         step = functional.softplus(for_accumulation(a) + _parameter(layer, "dt_bias"))
-        decay = -_parameter(layer, "A_log").exp() * step
-        return sequences.attend(Recurrence(q * key**-0.5, k, torch.unflatten(v, -1, (-1, value)), decay, b.sigmoid()))
+        decay, beta = -_parameter(layer, "A_log").exp() * step, largest * b.sigmoid()
+        return sequences.attend(Recurrence(q * key**-0.5, k, torch.unflatten(v, -1, (-1, value)), decay, beta))
 
     out = sequences.compute(mix, mixed, b, a)
-    out = layer.get_submodule("norm")(out.flatten(0, 2), z.reshape(-1, value)).view(*hidden.shape[:2], -1)
-    found: torch.Tensor = layer.get_submodule("out_proj")(out)
+    out = part_of(layer, *NORMS)(out.flatten(0, 2), z.reshape(-1, value)).view(*hidden.shape[:2], -1)
+    found: torch.Tensor = part_of(layer, *OUTPUTS)(out)
     return found
 
 
 def _delta_projections(layer: nn.Module, hidden: torch.Tensor, shared: int) -> tuple[torch.Tensor, ...]:
     """(all queries, then all keys, then all values; z; b; a): each [B, S, ...]."""
+    parts = dict(layer.named_children())
 
-    def projected(name: str) -> torch.Tensor:
-        found: torch.Tensor = layer.get_submodule(f"in_proj_{name}")(hidden)
+    def projected(*names: str) -> torch.Tensor:
+        found: torch.Tensor = part_of(layer, *names)(hidden)
         return found
 
-    if "in_proj_qkvz" not in dict(layer.named_children()):
-        return projected("qkv"), projected("z"), projected("b"), projected("a")
+    if "in_proj_qkvz" not in parts:
+        separate = "q_proj" in parts
+        mixed = torch.cat([projected(f"{name}_proj") for name in "qkv"], -1) if separate else projected("in_proj_qkv")
+        return (
+            mixed,
+            projected("g_proj", "in_proj_z"),
+            projected("b_proj", "in_proj_b"),
+            projected("a_proj", "in_proj_a"),
+        )
     # Head of keys by head of keys, with the heads of values that share it.
     key, values = _number(layer, "head_k_dim"), shared * _number(layer, "head_v_dim")
-    by_head = torch.unflatten(projected("qkvz"), -1, (-1, 2 * key + 2 * values))
+    by_head = torch.unflatten(projected("in_proj_qkvz"), -1, (-1, 2 * key + 2 * values))
     q, k, v, z = (each.flatten(2) for each in torch.split(by_head, [key, key, values, values], -1))
-    b, a = (each.flatten(2) for each in torch.unflatten(projected("ba"), -1, (-1, 2 * shared)).chunk(2, -1))
+    b, a = (each.flatten(2) for each in torch.unflatten(projected("in_proj_ba"), -1, (-1, 2 * shared)).chunk(2, -1))
     return torch.cat([q, k, v], -1), z, b, a
 
 
@@ -95,11 +112,14 @@ def _state_space(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -
     groups, heads = _number(layer, "n_groups"), len(_parameter(layer, "A_log"))
     inner = heads * width
     least, most = attribute(layer, "time_step_limit", tuple) or (0.0, torch.inf)
-    projected = layer.get_submodule("in_proj")(hidden)
+    # Falcon-H1 multiplies what goes in, and each column of what comes out.
+    scale, scales = attribute(layer, "ssm_in_multiplier", float), dict(layer.named_buffers(recurse=False))
+    projected = layer.get_submodule("in_proj")(hidden if scale is None else hidden * scale)
+    projected = projected * scales["mup_vector"] if "mup_vector" in scales else projected
     gate, mixed, dt = torch.split(projected, [inner, inner + 2 * groups * state, heads], -1)
 
     def mix(mixed: torch.Tensor, dt: torch.Tensor, *kept: torch.Tensor) -> torch.Tensor:
-        mixed = functional.silu(sequences.convolve(mixed, layer.get_submodule("conv1d")))
+        mixed = functional.silu(sequences.convolve(mixed, part_of(layer, *CONVOLUTIONS)))
         for each in kept:
             mixed = mixed * each
         x, b, c = torch.split(for_accumulation(mixed), [inner, groups * state, groups * state], -1)
@@ -112,9 +132,26 @@ def _state_space(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -
         return out + _parameter(layer, "D")[:, None] * x
 
     out = sequences.compute(mix, mixed, dt, *[] if sequences.kept is None else [sequences.kept]).flatten(2)
-    out = layer.get_submodule("norm")(out, gate)
-    found: torch.Tensor = layer.get_submodule("out_proj")(out.to(hidden.dtype))
+    # Falcon-H1's norm can be left out.
+    norm = part_of(layer, *NORMS)
+    out = out * functional.silu(gate) if type(norm) is nn.Identity else norm(out, gate)
+    found: torch.Tensor = part_of(layer, *OUTPUTS)(out.to(hidden.dtype))
     return found
+
+
+def _short_convolution(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+    gate_in, gate_out, x = part_of(layer, "in_proj")(hidden).chunk(3, -1)
+    convolution = part_of(layer, *CONVOLUTIONS)
+    out = sequences.compute(lambda mixed: sequences.convolve(mixed, convolution), gate_in * x)
+    found: torch.Tensor = part_of(layer, *OUTPUTS)(gate_out * out)
+    return found
+
+
+MIXERS: dict[LinearAttention, Callable[[nn.Module, torch.Tensor, Sequences], torch.Tensor]] = {
+    LinearAttention.GATED_DELTA: _gated_delta,
+    LinearAttention.MAMBA_2: _state_space,
+    LinearAttention.SHORT_CONVOLUTION: _short_convolution,
+}
 
 
 def _number(layer: nn.Module, name: str) -> int:

@@ -123,12 +123,20 @@ def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
         has_blocks_before |= role is Role.BLOCK
         if role in (Role.BLOCK, Role.ROTARY, Role.LORA_A, Role.LORA_B) or plan.block(name) is not None:
             continue
+        # Inkling's embedding holds a norm.
+        if any(names.is_inside(name, each) for each in (*first, *inputs, *last)):
+            continue
         if role in FIRST:
             first[_outermost(name)] = None
         elif role in LAST:
             last[_outermost(name)] = None
-        elif role is Role.REPLICATED and not has_blocks_before and (alone := _without_other_roles(plan, name)):
-            inputs[alone] = None
+        elif (
+            role is Role.REPLICATED
+            and (plan.head is not None or not has_blocks_before)
+            and (alone := _without_other_roles(plan, name))
+        ):
+            # A module that the model calls elsewhere than it stands is found by its stand-in.
+            (last if has_blocks_before else inputs)[alone] = None
         else:
             unknown.append(f"{name} ({role})")
     if unknown:
@@ -150,6 +158,7 @@ def _without_other_roles(plan: ModelPlan, name: str) -> str | None:
     """The outermost module around ``name`` in which everything is replicated: a vision tower; None: not even it."""
     around = [name, *filter(None, names.ancestors(name))]
     alone = [each for each in around if all(plan.roles[inner] is Role.REPLICATED for inner in plan.inside(each))]
+    alone = [each for each in alone if plan.of(each) in (None, Role.REPLICATED)]
     return alone[-1] if alone else None
 
 
@@ -164,6 +173,7 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     _check_cuttable(model, plan, own)
     if own[0].stage.count == 1:
         return
+    own = tuple(_without_weightless_norms(model, each) for each in own)
     held = OwnStages([each.stage for each in own], _tied_names(model, plan) if plan.tied else None)
     outside = {name: None for each in own for name in each.absent}
     for name in outside:
@@ -188,6 +198,18 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     if len(here) == 1:
         TIED_APART.set(here[0], True)
     refuse_saving_a_stage(model)
+
+
+def _without_weightless_norms(model: nn.Module, own: StageModules) -> StageModules:
+    """Let ``own`` have the norms without weights around the blocks, which a model may call at both ends (nanochat).
+
+    Where no block follows the first module behind the blocks sends hidden states, so that it must be a stand-in.
+    """
+    if not own.stage.behind and own.stage.index < own.stage.count - 1:
+        return own
+    norms = {name for name in own.absent if kinds.is_norm(model.get_submodule(name))}
+    free = {name for name in norms if not any(True for _ in model.get_submodule(name).parameters())}
+    return replace(own, absent={name: side for name, side in own.absent.items() if name not in free})
 
 
 def _passing(absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> PassThrough:

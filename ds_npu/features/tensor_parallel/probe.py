@@ -9,19 +9,23 @@ their weights' shapes, not on the values. The model is not changed, and no devic
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.roles import ORDER, Role
+from ds_npu.features.modules.thread_ranks import (
+    ProbeResult,
+    ThreadTopology,
+    first_tensor,
+    message_of,
+    nothing_drawn,
+)
 from ds_npu.features.tensor_parallel.part_copy import LARGE, ModelPart
 from ds_npu.features.tensor_parallel.regions import SHARDED_IN_REGIONS, SHARDED_ROLES
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
@@ -32,7 +36,6 @@ from ds_npu.models.plan import SUBLAYERS, ModelPlan
 from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 from ds_npu.parallel.tensor.sharding import Sharding
-from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
 MISMATCH = """\
@@ -50,16 +53,6 @@ LENGTH = 5
 """The fewest tokens of each sample; with sequence parallelism the ranks do not divide their number."""
 
 
-@dataclass
-class ProbeResult:
-    """The findings of a probe."""
-
-    faults: list[str] = field(default_factory=list)
-    """Modules whose results differ, or that fail when sharded."""
-    unseen: list[str] = field(default_factory=list)
-    """Parts that could not be computed whole, and why."""
-
-
 @dataclass(frozen=True)
 class Unit:
     """A part of a model that is called with hidden states only."""
@@ -72,12 +65,7 @@ class Unit:
     def call(self, model: nn.Module, x_BSH: torch.Tensor) -> torch.Tensor:
         module = model.get_submodule(self.part.name)
         out = module(x_BSH) if self.argument is None else module(**{self.argument: x_BSH})
-        return _first_tensor(out)
-
-
-def _first_tensor(out: object) -> torch.Tensor:
-    found: torch.Tensor = next(each for each in pytree.tree_leaves(out) if isinstance(each, torch.Tensor))
-    return found
+        return first_tensor(out)
 
 
 @dataclass
@@ -90,16 +78,6 @@ class RankResult:
     regions: list[tuple[str, torch.Tensor]]
     """Names and outputs of blocks and sublayers, in the order in which they ended."""
     shardings: dict[str, Sharding | None]
-
-
-class ThreadTopology(Topology):
-    """The Topology of tensor ranks that are threads of one process."""
-
-    def __init__(self, group: ThreadGroup) -> None:
-        self.degrees = Degrees(tp=group.size())
-        self.global_rank = group.rank()
-        self._ranks = {}
-        self._groups = {tuple(range(group.size())): group}
 
 
 def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
@@ -132,7 +110,7 @@ def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool,
     """
     found = ProbeResult()
     blocks = _one_of_each_kind(model, plan)
-    decoder = _decoder(model, plan, tuple(blocks), large)
+    decoder = decoder_unit(model, plan, tuple(blocks), large)
     if decoder is not None and _compared(decoder, size, sequence_parallel, found):
         blocks = []
     for block in blocks:
@@ -166,7 +144,7 @@ def _trait(model: nn.Module, plan: ModelPlan, block: str, name: str) -> Hashable
     return name.removeprefix(block), type(module), plan.roles[name], plan.attentions.get(name), sizes
 
 
-def _decoder(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: int) -> Unit | None:
+def decoder_unit(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: int) -> Unit | None:
     """The decoder of a Hugging Face model with some of its blocks, which it calls with the right arguments."""
     root = hugging_face_model(model)
     if root is None:
@@ -200,12 +178,12 @@ def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult
     )
     where = names.generic(unit.part.name) or unit.part.plan.model
     try:
-        with _nothing_drawn():
+        with nothing_drawn():
             (whole,) = run_in_threads(1, partial(_computed, unit, x_BSH, None))
         if not whole.output.isfinite().all():
             raise ArithmeticError("its results are not finite with random weights")
     except Exception as error:  # A user's code, called with arguments that it may not be made for.
-        found.unseen.append(f"{where}: {_message(error)}")
+        found.unseen.append(f"{where}: {message_of(error)}")
         return False
     try:
         sharded = run_in_threads(size, partial(_computed, unit, x_BSH, sequence_parallel))
@@ -214,28 +192,10 @@ def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult
     except Exception as error:
         blocks = unit.part.blocks or (unit.part.name,)
         refusal = isinstance(error, ValueError) and str(error).startswith(OWN)
-        found.faults.append(str(error) if refusal else _fault(unit, blocks, f"cannot be computed: {_message(error)}"))
+        found.faults.append(str(error) if refusal else _fault(unit, blocks, f"cannot be computed: {message_of(error)}"))
         return True
     found.faults.extend(_differences(unit, whole, sharded))
     return True
-
-
-@contextmanager
-def _nothing_drawn() -> Iterator[None]:
-    """Restore the host's random generators; raise RuntimeError where something was drawn from them."""
-    tensors, numbers = torch.random.get_rng_state(), random.getstate()
-    try:
-        yield
-        if not torch.random.get_rng_state().equal(tensors) or random.getstate() != numbers:
-            raise RuntimeError("it draws random numbers in evaluation, too")
-    finally:
-        torch.random.set_rng_state(tensors)
-        random.setstate(numbers)
-
-
-def _message(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _computed(unit: Unit, x_BSH: torch.Tensor, sequence_parallel: bool | None, group: ThreadGroup) -> RankResult:
@@ -265,7 +225,7 @@ def _recorded(model: nn.Module, plan: ModelPlan) -> list[tuple[str, torch.Tensor
     regions: list[tuple[str, torch.Tensor]] = []
 
     def keep(name: str, module: nn.Module, args: object, out: object) -> None:
-        regions.append((name, _first_tensor(out).detach()))
+        regions.append((name, first_tensor(out).detach()))
 
     for name in plan.named(Role.BLOCK, *SUBLAYERS):
         model.get_submodule(name).register_forward_hook(partial(keep, name))

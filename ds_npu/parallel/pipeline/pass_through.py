@@ -9,6 +9,7 @@ no blocks follow.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -88,19 +89,18 @@ def _refuse_gradient(gradient: torch.Tensor) -> NoReturn:
     )
 
 
-RETURN_TUPLES = {
-    *(
-        "BambaDecoderLayer",
-        "BloomBlock",
-        "CodeGenBlock",
-        "FalconDecoderLayer",
-        "FalconH1DecoderLayer",
-        "GPTJBlock",
-        "GPTNeoBlock",
-    ),
-    *("GPTNeoXJapaneseLayer", "MptBlock"),
+UNUSED = (None,)
+FURTHER_OUTPUTS: dict[str, tuple[str | None, ...]] = {
+    **dict.fromkeys(("BambaDecoderLayer", "BloomBlock", "CodeGenBlock", "FalconDecoderLayer"), UNUSED),
+    **dict.fromkeys(("FalconH1DecoderLayer", "GPTJBlock", "GPTNeoBlock", "GPTNeoXJapaneseLayer", "MptBlock"), UNUSED),
+    **{"Block": UNUSED, "xLSTMBlock": UNUSED, "RwkvBlock": (None, None)},
+    **dict.fromkeys(("GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"), ("prev_topk_indices",)),
+    "ZayaDecoderLayer": ("prev_router_hidden_states",),
 }
-"""Classes of transformers' blocks that return hidden states and attention weights; their models use the first only."""
+"""Classes of transformers' blocks that return more than hidden states: the argument of the next block for each output.
+
+None: the model uses it for nothing that stages serve (attention weights, caches).
+"""
 TIED_APART = TensorAttribute[bool]("ds_npu_tied_apart")
 """Marks a weight that embedding and head share, where this rank has only one of the two."""
 BORDER_STATES: Fact[BorderStates] = Fact(while_running=True)
@@ -140,12 +140,18 @@ class PassThrough(nn.Module):
         }
         self.absent_names = tuple(inner for inner, _ in absent.named_modules(prefix=name))
         self.first_parameter = first_parameter_name(absent)
-        self.returns_tuple = type(absent).__name__ in RETURN_TUPLES
+        self.further = further_outputs(absent)
+        self.parameters_of_forward = tuple(inspect.signature(absent.forward).parameters) if self.further else ()
         self.train(absent.training)
 
-    def forward(self, *args: object, **kwargs: object) -> torch.Tensor | tuple[torch.Tensor, None]:
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         x = self._passed(*args, **kwargs)
-        return (x, None) if self.returns_tuple else x
+        if not self.further:
+            return x
+        states = BORDER_STATES.of(running())
+        assert states is not None, "it was looked at"
+        travelled = iter(states.arrived_extra if self.sides[states.stage.index] is Side.BEFORE else ())
+        return x, *(None if name is None else next(travelled, None) for name in self.further)
 
     def _passed(self, *args: object, **kwargs: object) -> torch.Tensor:
         micro_batch = running()
@@ -183,6 +189,9 @@ class PassThrough(nn.Module):
             return states.unknown(tokens)
         if states.leaving is None:
             states.leaving = x
+            given = dict(zip(self.parameters_of_forward, args, strict=False)) | kwargs
+            later = (given.get(name) for name in self.further if name is not None)
+            states.leaving_extra += tuple(each for each in later if isinstance(each, torch.Tensor))
         length = LEAVING_LENGTH.of(micro_batch)
         # The model goes on with the shape of whole sequences; nothing of it is used.
         return x if length is None else x.new_empty(()).expand(x.shape[0], length, x.shape[2])
@@ -203,11 +212,17 @@ class PassThrough(nn.Module):
         return f"{self.whose} of another stage"
 
 
+def further_outputs(block: nn.Module) -> tuple[str | None, ...]:
+    """The outputs of ``block`` behind hidden states, as in FURTHER_OUTPUTS; empty where it returns these alone."""
+    is_known = type(block).__module__.startswith("transformers.models.")
+    return FURTHER_OUTPUTS.get(type(block).__name__, ()) if is_known else ()
+
+
 def follow_block(block: nn.Module, name: str) -> None:
     """Count the forwards of a ``block`` of this stage; raise TypeError if it returns more than is known of it."""
 
     def follow(module: nn.Module, args: object, out: object) -> None:
-        is_known = isinstance(out, tuple) and type(module).__name__ in RETURN_TUPLES
+        is_known = isinstance(out, tuple | list) and bool(further_outputs(module))
         if not isinstance(out, torch.Tensor) and not is_known:
             raise TypeError(
                 f"{name} ({type(module).__name__}) returns a {type(out).__name__}: only a model whose blocks return "

@@ -1,0 +1,56 @@
+"""The probe of sequences at start: a block that takes something from token to token is refused, and nothing else is."""
+
+from __future__ import annotations
+
+import decoder_families as families
+import pytest
+import tiny_models
+import torch
+from ranks import run_on_ranks
+
+from ds_npu.features.context_parallel.probe import check_context_blocks, probe_sequences
+from ds_npu.models.globs import partial_plan_for
+from ds_npu.topology.degrees import Degrees
+from ds_npu.topology.topology import Topology
+
+PASSING = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2", "lfm2", "falcon_h1", "llama4_text")
+EVERYTHING_LARGE = 200
+
+
+@pytest.mark.matrix(corners=len(PASSING), drawn=0)
+@pytest.mark.parametrize("kind", PASSING)
+def test_a_family_passes_and_was_tried(kind):
+    with torch.device("meta"):
+        model = families.class_of(kind)(families.config_of(kind))
+    for large in (1 << 20, EVERYTHING_LARGE):
+        found = probe_sequences(model, partial_plan_for(model, {}), large)
+        assert (found.faults, found.unseen) == ([], [])
+
+
+def mixing(in_backward_only: bool = False) -> torch.nn.Module:
+    model = tiny_models.tiny("llama", torch.float32)
+    mlp = model.model.layers[1].mlp
+
+    def forward(self, x):
+        mean = x.mean(1, keepdim=True)
+        return type(mlp).__mro__[1].forward(self, x) + (mean - mean.detach() if in_backward_only else mean)
+
+    mlp.__class__ = type("OwnMLP", (type(mlp),), {"forward": forward})
+    return model
+
+
+@pytest.mark.parametrize(("in_backward_only", "said"), [(False, "their output differs"), (True, "the gradient of")])
+def test_an_mlp_that_mixes_tokens_is_found(in_backward_only, said):
+    model = mixing(in_backward_only)
+    found = probe_sequences(model, partial_plan_for(model, {}))
+    assert len(found.faults) == 1 and said in found.faults[0] and "model.layers" in found.faults[0]
+
+
+def refused() -> None:
+    with pytest.raises(ValueError, match=r"does not compute over the tokens of 2 ranks[\s\S]*probe false"):
+        model = mixing()
+        check_context_blocks(model, partial_plan_for(model, {}), Topology(Degrees(cp=2)))
+
+
+def test_all_ranks_refuse_it():
+    run_on_ranks(2, refused)

@@ -100,9 +100,11 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         check_whole(model, session.topology.degrees)
         check_no_own_experts(model, session.topology.degrees)
         check_not_quantized(model, session.topology.degrees)
-        is_pipeline = isinstance(model, PipelineModule)
+        is_pipeline, probes = isinstance(model, PipelineModule), session.config.parallel.probe
         device, ds_config = get_accelerator().device_name(), kwargs["config_class"]._param_dict
-        self.build = Build(session.topology, model, session.config.plan, device, ds_config, is_pipeline=is_pipeline)
+        self.build = Build(
+            session.topology, model, session.config.plan, device, ds_config, is_pipeline=is_pipeline, probes=probes
+        )
         self.topology = session.topology
         self.events = EngineEvents(self)
         self.joint_calls = joint_calls_of_this_world()

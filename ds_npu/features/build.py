@@ -64,6 +64,8 @@ class Build:
     """Keys that a plan has chosen in training; None once the driver has changed the model by them."""
     is_planned: bool = False
     """Whether the engine is only planned, without ranks and weights."""
+    probes: bool = True
+    """Whether blocks are tried at start: ``ds_npu.parallel.probe``."""
 
     @cached_property
     def plan(self) -> ModelPlan:

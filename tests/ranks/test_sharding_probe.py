@@ -17,8 +17,8 @@ from ranks import run_on_ranks
 from torch import nn
 from weight_orders import GLOBS, Fused, cases, made
 
+from ds_npu.features.modules.part_copy import ModelPart
 from ds_npu.features.tensor_parallel import probe as sharding_probe
-from ds_npu.features.tensor_parallel.part_copy import ModelPart
 from ds_npu.features.tensor_parallel.probe import probe
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.models.globs import plan_for

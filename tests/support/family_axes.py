@@ -190,7 +190,7 @@ def unsharded(model: nn.Module) -> set[str]:
 
 
 def told(error: BaseException) -> str:
-    text = re.sub(r"/\S*/site-packages/", "", f"{type(error).__name__}: {error}")
+    text = re.sub(r"/\S*/(site-packages/|(?=ds_npu/))", "", f"{type(error).__name__}: {error}")
     return " ".join(text.split())[:1200]
 
 

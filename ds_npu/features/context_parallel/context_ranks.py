@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ALGORITHM, ContextParallelSection, algorithms
 from ds_npu.config.problems import ConfigError, Problem
 from ds_npu.features.build import Build, Feature
 from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChooser
+from ds_npu.features.context_parallel.probe import check_context_blocks
 from ds_npu.features.context_parallel.sharded_sequences import (
     declare_sequences,
     has_sharded_sequences,
@@ -32,8 +34,12 @@ def _asked(section: ContextParallelSection, build: Build) -> str:
 
 
 def _parts(section: ContextParallelSection, build: Build) -> Iterable[Change]:
-    if _applies(build):
-        yield build.same_random_numbers("cp", "context")
+    if not _applies(build):
+        return
+    yield build.same_random_numbers("cp", "context")
+    if build.probes and not build.is_planned and not has_sharded_sequences(build.model):
+        make = partial(check_context_blocks, build.model, build.partial_plan, build.topology)
+        yield Change("checks", "probe of sequences", "a block of each kind, in parts of a sequence and whole", make)
 
 
 def _declare(section: ContextParallelSection, build: Build) -> Iterable[Change]:

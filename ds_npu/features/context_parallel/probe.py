@@ -19,6 +19,7 @@ from torch import nn
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.features.context_parallel.sharded_sequences import shard_sequences, shardable_model
+from ds_npu.features.modules.part_copy import LARGE, Unit, decoder_unit
 from ds_npu.features.modules.thread_ranks import (
     ProbeResult,
     ThreadTopology,
@@ -26,8 +27,6 @@ from ds_npu.features.modules.thread_ranks import (
     message_of,
     nothing_drawn,
 )
-from ds_npu.features.tensor_parallel.part_copy import LARGE
-from ds_npu.features.tensor_parallel.probe import Unit, decoder_unit
 from ds_npu.log import logger
 from ds_npu.models import kinds, names
 from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE
@@ -124,7 +123,7 @@ def _computed(unit: Unit, x_BSH: torch.Tensor, algorithm: ContextAlgorithm | Non
 
 
 def _differences(whole: Results, sharded: list[Results]) -> list[str]:
-    """What differs: the output, or else gradients, which add up over the ranks."""
+    """The differences: of the output, or else of gradients, which add up over the ranks."""
     output, gradients = whole
     gap = max(float((found - output).abs().max()) for found, _ in sharded) / float(output.abs().max())
     if not gap <= FLOAT32_TOLERANCE:

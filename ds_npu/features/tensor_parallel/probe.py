@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.roles import ORDER, Role
+from ds_npu.features.modules.part_copy import LARGE, ModelPart, Unit, decoder_unit
 from ds_npu.features.modules.thread_ranks import (
     ProbeResult,
     ThreadTopology,
@@ -26,12 +27,11 @@ from ds_npu.features.modules.thread_ranks import (
     message_of,
     nothing_drawn,
 )
-from ds_npu.features.tensor_parallel.part_copy import LARGE, ModelPart
 from ds_npu.features.tensor_parallel.regions import SHARDED_IN_REGIONS, SHARDED_ROLES
 from ds_npu.features.tensor_parallel.sharded_model import shard_model
 from ds_npu.log import logger
 from ds_npu.models import kinds, names
-from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE, hugging_face_model
+from ds_npu.models.hugging_face_model import FLOAT32_TOLERANCE
 from ds_npu.models.plan import SUBLAYERS, ModelPlan
 from ds_npu.parallel.runtime.placement import sharding_of
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
@@ -51,21 +51,6 @@ FLOOR = 0.1
 SAMPLES = 2
 LENGTH = 5
 """The fewest tokens of each sample; with sequence parallelism the ranks do not divide their number."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A part of a model that is called with hidden states only."""
-
-    part: ModelPart
-    width: int
-    argument: str | None = None
-    """The name of the argument for hidden states; None: the first positional argument."""
-
-    def call(self, model: nn.Module, x_BSH: torch.Tensor) -> torch.Tensor:
-        module = model.get_submodule(self.part.name)
-        out = module(x_BSH) if self.argument is None else module(**{self.argument: x_BSH})
-        return first_tensor(out)
 
 
 @dataclass
@@ -142,20 +127,6 @@ def _trait(model: nn.Module, plan: ModelPlan, block: str, name: str) -> Hashable
     module = model.get_submodule(name)
     sizes = tuple(kinds.own_shapes(module).items())
     return name.removeprefix(block), type(module), plan.roles[name], plan.attentions.get(name), sizes
-
-
-def decoder_unit(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: int) -> Unit | None:
-    """The decoder of a Hugging Face model with some of its blocks, which it calls with the right arguments."""
-    root = hugging_face_model(model)
-    if root is None:
-        return None
-    decoder = root.get_decoder()
-    name = next((name for name, each in model.named_modules() if each is decoder), None)
-    embedding = plan.embedding
-    if name is None or embedding is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
-        return None
-    width = kinds.own_shapes(model.get_submodule(embedding))["weight"][1]
-    return Unit(ModelPart(model, plan, name, blocks, large), width, "inputs_embeds")
 
 
 def _alone(model: nn.Module, plan: ModelPlan, name: str, large: int) -> Unit:

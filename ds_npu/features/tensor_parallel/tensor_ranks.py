@@ -14,14 +14,11 @@ from ds_npu.config.parallel import ParallelSection
 from ds_npu.config.roles import Role
 from ds_npu.config.sections import TensorOverlap
 from ds_npu.features.build import Build, Feature
-from ds_npu.features.context_parallel.probe import check_context_blocks
-from ds_npu.features.context_parallel.sharded_sequences import has_sharded_sequences
 from ds_npu.features.declaration import Change, Phase
 from ds_npu.features.tensor_parallel.probe import check_sharding
 from ds_npu.features.tensor_parallel.sharded_model import declare_shards, sharded_model_of
 from ds_npu.log import logger
 from ds_npu.models import names
-from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.kinds import own_shapes
 from ds_npu.models.plan import ModelPlan
 from ds_npu.ops import matmul_collective
@@ -38,7 +35,6 @@ def _parts(section: ParallelSection, build: Build) -> Iterable[Change]:
     if section.sequence_parallel:
         make = partial(_provide_sequence_shards, build)
         yield Change("provides", "sequence shards", "between tensor-parallel regions", make)
-    yield from _probe_of_sequences(section, build)
     if section.tensor > 1:
         yield build.same_random_numbers("tp", "tensor")
         if whole := [] if build.is_planned or sharded_model_of(build.model) else whole_parts(build.model, build.plan):
@@ -46,14 +42,6 @@ def _parts(section: ParallelSection, build: Build) -> Iterable[Change]:
         if section.probe and not build.is_planned and sharded_model_of(build.model) is None:
             args = (build.model, build.plan, build.topology, section.sequence_parallel)
             yield Change("checks", "probe", "a block of each kind, sharded and whole", partial(check_sharding, *args))
-
-
-def _probe_of_sequences(section: ParallelSection, build: Build) -> Iterable[Change]:
-    if section.context == 1 or not section.probe or build.is_planned or hugging_face_model(build.model) is None:
-        return
-    if not has_sharded_sequences(build.model):
-        make = partial(check_context_blocks, build.model, build.partial_plan, build.topology)
-        yield Change("checks", "probe of sequences", "a block of each kind, in parts of a sequence and whole", make)
 
 
 def whole_parts(model: nn.Module, plan: ModelPlan) -> list[str]:

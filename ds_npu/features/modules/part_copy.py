@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from ds_npu.config.roles import Role
+from ds_npu.features.modules.thread_ranks import first_tensor
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import has_attribute, set_attribute
-from ds_npu.models.hugging_face_model import config_of, is_pretrained_config, settings
+from ds_npu.models.hugging_face_model import config_of, hugging_face_model, is_pretrained_config, settings
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import unpartitioned_shape
 
@@ -152,6 +153,35 @@ class ModelPart:
             if "num_hidden_layers" in own:
                 own["num_hidden_layers"] = len(kept)
             own.update(use_cache=False, _attn_implementation_internal="eager", _experts_implementation_internal="eager")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that is called with hidden states only."""
+
+    part: ModelPart
+    width: int
+    argument: str | None = None
+    """The name of the argument for hidden states; None: the first positional argument."""
+
+    def call(self, model: nn.Module, x_BSH: torch.Tensor) -> torch.Tensor:
+        module = model.get_submodule(self.part.name)
+        out = module(x_BSH) if self.argument is None else module(**{self.argument: x_BSH})
+        return first_tensor(out)
+
+
+def decoder_unit(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], large: int) -> Unit | None:
+    """The decoder of a Hugging Face model with some of its blocks, which it calls with the right arguments."""
+    root = hugging_face_model(model)
+    if root is None:
+        return None
+    decoder = root.get_decoder()
+    name = next((name for name, each in model.named_modules() if each is decoder), None)
+    embedding = plan.embedding
+    if name is None or embedding is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
+        return None
+    width = kinds.own_shapes(model.get_submodule(embedding))["weight"][1]
+    return Unit(ModelPart(model, plan, name, blocks, large), width, "inputs_embeds")
 
 
 def _buffer(buffer: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -146,6 +146,18 @@ class WrittenCheckpoint(CheckpointFolder):
         with self.damage_named():
             return self._read(name, lambda part: part.value, self._files.tensor, wanted)
 
+    def has_narrow(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether all values of the weight ``name`` were written in ``dtype``, of 16 bits, beside float32 masters."""
+        parts = self._parts[name]
+        found = {tuple(part.coordinates.items()) for part in parts if part.narrow is not None}
+        has_all = all(tuple(part.coordinates.items()) in found for part in parts if part.numel)
+        return has_all and parts[0].dtype == str(dtype)
+
+    def narrow_value(self, name: str, wanted: Selection) -> torch.Tensor:
+        """What is ``wanted`` of a weight's values of 16 bits, flat; half the bytes of ``value`` are read."""
+        with self.damage_named():
+            return self._read(name, lambda part: part.narrow, self._files.tensor, wanted)
+
     def state(self, name: str, wanted: Selection | None = None) -> dict[str, Any]:
         """The optimizer's state of a weight, by key: tensors of its shape, or what is ``wanted``, flat; and numbers.
 
@@ -188,11 +200,15 @@ class WrittenCheckpoint(CheckpointFolder):
 
     def settings(self, name: str) -> Mapping[str, Any]:
         """Settings of a weight's parameter group; empty where it was not trained."""
+        return self.group(name)[1]
+
+    def group(self, name: str) -> tuple[int | None, Mapping[str, Any]]:
+        """The index and the settings of a weight's parameter group; None and nothing where it was not trained."""
         for manifest in self.manifests:
             part = manifest.parts.get(name)
             if part is not None and part.group is not None:
-                return manifest.groups[part.group]
-        return {}
+                return part.group, manifest.groups[part.group]
+        return None, {}
 
     @cached_property
     def _parts(self) -> dict[str, list[WrittenPart]]:

@@ -54,6 +54,12 @@ class ExpertCheckpoints(TopologyEngine):
         with self._without_moe_of_deepspeed():
             return bool(super().save_checkpoint(*args, **kwargs))
 
+    def put_own_files(self, *args: Any, **kwargs: Any) -> None:
+        """This rank's files, and those of experts; every rank calls it, since loads of experts are summed."""
+        self.expert_maps = state_of_maps(self.module, self.topology)
+        with self._without_moe_of_deepspeed():
+            super().put_own_files(*args, **kwargs)
+
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
         if not self.has_experts:

@@ -64,12 +64,6 @@ class ExpertCheckpoints(TopologyEngine):
         """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
         if not self.has_experts:
             return super().load_checkpoint(*args, **kwargs)
-        if self.load_universal_checkpoint():
-            raise ValueError(
-                "checkpoint.load_universal: found true for a model with experts on the ranks of "
-                "ds_npu.parallel.expert, whose universal checkpoints this version does not read. What to do: leave "
-                "the key out; the checkpoint itself loads at any layout (docs/checkpoints.md)"
-            )
         plain = self.checkpoint_engine
         self.checkpoint_engine = Overlaid(plain, load=partial(self._load_merged, plain))
         try:

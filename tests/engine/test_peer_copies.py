@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copied_lives
 import copied_runs
 import pytest
+from ranks import run_on_ranks
 
 from ds_npu.checkpoint.rank_files import RankFiles, name_latest
 from ds_npu.checkpoint.wholeness import checkpoints_in, newest_whole, verify
@@ -19,6 +21,16 @@ CASES = [
 
 def survivors_say(run: copied_runs.Run, victims: tuple[int, ...]) -> str:
     return "".join(screen for rank, screen in enumerate(run.screens) if rank not in victims)
+
+
+OF_TWO = [("llama", 1, {}), ("mixtral", 2, {"parallel": {"expert": 2}}), ("llama", 3, {}), ("llama", 0, TENSOR)]
+OF_FOUR = [("llama", 1, {"parallel": {"pipeline": 2}}), ("mixtral", 0, {"parallel": {"expert": 2, "expert_tensor": 2}})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(2, OF_TWO), (4, OF_FOUR)], ids=str)
+def test_copies_hold_what_a_save_holds(ranks, cases, tmp_path):
+    run_on_ranks(ranks, copied_lives.life, str(tmp_path), cases, deadline_s=400.0)
 
 
 @pytest.mark.slow

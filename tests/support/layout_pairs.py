@@ -19,6 +19,7 @@ import muon_rule
 import tensor_parallel_rule as dense
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from muon_reference import OPTIMIZER, WholeMuon
 from torch import nn
 
@@ -252,13 +253,26 @@ def go_on(engine, expected: Expected, where: object) -> None:
 
 def digests_of(engine) -> dict[str, str]:
     """A digest of each weight and moment, whole and in float32, of all stages."""
-    mine = {
-        name: hashlib.sha256(each.contiguous().numpy().tobytes()).hexdigest()
-        for name, each in lives.states_of(engine).items()
-    }
+    is_told = not isinstance(engine.optimizer, FP16_UnfusedOptimizer)
+    states = lives.states_of(engine) if is_told else states_without_zero(engine)
+    mine = {name: hashlib.sha256(each.contiguous().numpy().tobytes()).hexdigest() for name, each in states.items()}
     everyones: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, mine)
     return {name: each for own in everyones for name, each in own.items()}
+
+
+def states_without_zero(engine) -> dict[str, torch.Tensor]:
+    """The same as DeepSpeed tells of ZeRO, of the optimizer of which it tells nothing."""
+    names = {id(weight): name for name, weight in engine.module.named_parameters()}
+    whole, found = engine.optimizer.state_dict(), {}
+    weights = [weight for group in engine.optimizer.fp16_groups for weight in group]
+    masters = [master for group in whole["fp32_groups"] for master in group]
+    for index, (weight, master) in enumerate(zip(weights, masters, strict=True)):
+        state = whole["optimizer_state_dict"]["state"][index]
+        for key, part in {None: master, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}.items():
+            part = part.detach().cpu().view(weight.shape)
+            found[f"{names[id(weight)]}/{key}"] = dense.assembled(engine.topology, weight, part)
+    return found
 
 
 def same_states(found: Mapping[str, str], expected: Mapping[str, str]) -> bool:

@@ -33,7 +33,7 @@ ADAM = {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}
 SGD = {"lr": 0.2, "momentum": 0.9}
 NO_DECAY = {"weight_decay": 0.0, "lr": 3e-2, "betas": (0.5, 0.7)}
 """The settings of the second group, of biases and norms."""
-LOSS, UPDATE = 1e-5, 2e-3
+LOSS, UPDATE = 1e-5, 1e-3
 """Bounds of a loss, and of what both later steps did to a weight, in float32: a state that is not loaded makes 0.1."""
 TINY = 1e-6
 """An update whose root mean square is below it is float32's rounding of the weight."""

@@ -75,7 +75,7 @@ def is_whole(folder: Path, ranks: int) -> bool:
 def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Sequence[Any]) -> str | None:
     """Let ``latest`` in ``folder`` name the newest whole one of the tags of ``steps``; None where none is whole.
 
-    ``classes``: those that files of checkpoints may hold. A checkpoint of a later step that ``latest`` names stays;
+    ``classes``: those that files of checkpoints may hold. A checkpoint of a later step that ``latest`` names is left;
     its tag is returned. Raises OSError.
     """
     with _locked(folder):

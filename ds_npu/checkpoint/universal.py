@@ -2,7 +2,7 @@
 
 Read from DeepSpeed 0.19.8 (checkpoint/ds_to_universal.py, universal_checkpoint.py). ``zero/NAME/fp32.pt`` has the whole
 weight, other files of the folder its state; ``zero/optimizer_state.pt`` has the settings of the optimizer. Files of
-models beside them have counters, and the names of each parameter group.
+models have counters, and the names of each parameter group.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -138,25 +139,21 @@ class WrittenCheckpoint(CheckpointFolder):
         """Whether the values of the weight or buffer ``name`` were written."""
         return any(part.numel == 0 or (part.value is not None and self._is_there(part)) for part in self._parts[name])
 
-    def value(self, name: str, wanted: Selection | None = None) -> torch.Tensor:
+    def value(self, name: str, wanted: Selection | None = None, is_narrow: bool = False) -> torch.Tensor:
         """The plain weight or buffer, or what is ``wanted`` of it, flat: nothing else is read.
 
-        Raises CheckpointError where elements of it are in no file.
+        ``is_narrow``: as it was written in 16 bits, which are half the bytes of float32. Raises CheckpointError where elements of it are in no file.
         """
         with self.damage_named():
-            return self._read(name, lambda part: part.value, self._files.tensor, wanted)
+            run_of: RunOf = attrgetter("narrow" if is_narrow else "value")
+            return self._read(name, run_of, self._files.tensor, wanted)
 
     def has_narrow(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether all values of the weight ``name`` were written in ``dtype``, of 16 bits, beside float32 masters."""
+        """Whether all values of the weight ``name`` were written in ``dtype``, of 16 bits, as well as in float32."""
         parts = self._parts[name]
         found = {tuple(part.coordinates.items()) for part in parts if part.narrow is not None}
         has_all = all(tuple(part.coordinates.items()) in found for part in parts if part.numel)
         return has_all and parts[0].dtype == str(dtype)
-
-    def narrow_value(self, name: str, wanted: Selection) -> torch.Tensor:
-        """What is ``wanted`` of a weight's values of 16 bits, flat; half the bytes of ``value`` are read."""
-        with self.damage_named():
-            return self._read(name, lambda part: part.narrow, self._files.tensor, wanted)
 
     def state(self, name: str, wanted: Selection | None = None) -> dict[str, Any]:
         """The optimizer's state of a weight, by key: tensors of its shape, or what is ``wanted``, flat; and numbers.

@@ -93,8 +93,8 @@ class AtomicCheckpoints(TopologyEngine):
     def copy_to_peers(self, folder: Path, steps: int) -> str:
         """Keep copies of this rank's files in memory, and in a peer's, from now on; says so in a line.
 
-        ``steps``: the most optimizer steps that are lost when ranks die. Raises ValueError where files are missing in
-        them. Every rank calls it.
+        ``steps``: the most optimizer steps that are repeated when ranks die. Raises ValueError where files are missing
+        in them. Every rank calls it.
         """
         if dist.get_world_size() == 1 or self.zero_nvme_offload_optimizer():
             why = "a world of one rank" if dist.get_world_size() == 1 else "zero_optimization.offload_optimizer on NVMe"

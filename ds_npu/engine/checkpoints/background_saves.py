@@ -60,7 +60,7 @@ class BackgroundTransaction(CheckpointTransaction):
 
 
 RUNNING: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
-"""Those of the engines of this process."""
+"""The saves of this process\'s engines."""
 
 
 def are_saved_in(folder: Path) -> bool:

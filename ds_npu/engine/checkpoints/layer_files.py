@@ -25,7 +25,7 @@ def states_of(engine: Any) -> dict[str, Any]:
     return found
 
 
-def layer_places(engine: Any, folder: Path) -> dict[str, tuple[str, str]]:
+def layer_positions(engine: Any, folder: Path) -> dict[str, tuple[str, str]]:
     """The file in ``folder`` and the key in it of each weight that this rank writes, by name."""
     module: Any = engine.module
     found: dict[str, tuple[str, str]] = {}

@@ -19,7 +19,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from ds_npu.checkpoint.rank_files import RankFiles, file_bytes, name_latest
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
-from ds_npu.engine.checkpoints.peer_ring import Message, PeerRing
+from ds_npu.engine.checkpoints.peer_ring import PeerRing, RingMessage
 from ds_npu.engine.failures.termination import TERMINATION
 from ds_npu.log import logger
 from ds_npu.memory.host_snapshot import HostSnapshot
@@ -74,7 +74,7 @@ class PeerCopies:
     """
 
     def __init__(self, folder: Path, steps: int, device_type: str, classes: Sequence[Any]) -> None:
-        """``steps``: the most optimizer steps that are lost, 2 or more; ``classes``: those that files may hold."""
+        """``steps``: the most optimizer steps that are repeated, 2 or more; ``classes``: those that files may hold."""
         self._folder, self._interval = folder, steps // 2
         self._snapshot, self._classes = HostSnapshot(device_type), classes
         self._lock, self._saving = threading.Lock(), threading.Lock()
@@ -88,7 +88,7 @@ class PeerCopies:
         self._is_whole.set()
         self._thread: threading.Thread | None = None
         self._ranks, self._is_closed = dist.get_world_size(), False
-        self._ring = PeerRing(self._receive, self._lost)
+        self._ring = PeerRing(self._receive, self._end_with)
         atexit.register(self._end)
         TERMINATION.add(self.save_all)
 
@@ -156,17 +156,17 @@ class PeerCopies:
         self._snapshot.wait()
         captured.move_to(files)
         self._snapshot.release()
-        said = {"tag": files.tag, "step": files.step, "rank": files.rank}
+        fields = {"tag": files.tag, "step": files.step, "rank": files.rank}
         for name, data in files.files.items():
-            self._ring.send(Message(FILE, {**said, "name": name}, data))
-        self._ring.send(Message(COMPLETE, said))
+            self._ring.send(RingMessage(FILE, {**fields, "name": name}, data))
+        self._ring.send(RingMessage(COMPLETE, fields))
         with self._lock:
             self._own = [*self._own, files][-GENERATIONS:]
         self._pass_on()
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: RingMessage) -> None:
         """Take in a message of the rank whose holder this is."""
-        tag = message.said["tag"]
+        tag = message.fields["tag"]
         if message.kind == TOKEN:
             with self._lock:
                 self._token = tag
@@ -175,8 +175,8 @@ class PeerCopies:
             self._know_whole(tag)
         elif message.kind == FILE:
             if self._arriving is None or self._arriving.tag != tag:
-                self._arriving = RankFiles(tag, message.said["step"], message.said["rank"])
-            self._arriving.files[message.said["name"]] = message.data
+                self._arriving = RankFiles(tag, message.fields["step"], message.fields["rank"])
+            self._arriving.files[message.fields["name"]] = message.data
         elif self._arriving is not None:
             with self._lock:
                 self._held = [*self._held, self._arriving][-GENERATIONS:]
@@ -196,7 +196,7 @@ class PeerCopies:
             if passes or returned:
                 self._token = ""
         if passes:
-            self._ring.send(Message(TOKEN, {"tag": tag}))
+            self._ring.send(RingMessage(TOKEN, {"tag": tag}))
         if returned:
             self._know_whole(self._begun)
 
@@ -207,10 +207,10 @@ class PeerCopies:
             index = next((index for index, each in enumerate(self._held) if each.tag == tag), 0)
             self._held = self._held[index:]
         if self._ring.holder != 0:
-            self._ring.send(Message(WHOLE, {"tag": tag}))
+            self._ring.send(RingMessage(WHOLE, {"tag": tag}))
         self._is_whole.set()
 
-    def _lost(self, rank: int) -> None:
+    def _end_with(self, rank: int) -> None:
         if self._is_closed:
             return
         if not self._is_over.is_set() and rank == self._ring.held:

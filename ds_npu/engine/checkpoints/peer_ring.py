@@ -1,7 +1,7 @@
 """A ring of connections over all ranks, each to a rank on another node where there is one: messages with files.
 
-Sockets of their own, and no communicator: they carry bytes beside collectives, from any thread, and a connection that
-ends without a farewell tells at once that the process at its other end is gone.
+Sockets of their own, and no communicator: they carry bytes while collectives run, from any thread, and a connection
+that ends without a farewell tells at once that the process at its other end is gone.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ GONE = "gone"
 
 
 @dataclass(frozen=True)
-class Message:
-    """``data``, which belongs to the words of ``said``; ``kind`` tells messages apart."""
+class RingMessage:
+    """``data``, which belongs to the words of ``fields``; ``kind`` tells messages apart."""
 
     kind: str
-    said: dict[str, Any]
+    fields: dict[str, Any]
     data: bytes | bytearray = b""
 
 
@@ -53,13 +53,13 @@ def ring_order(hosts: Sequence[str]) -> list[int]:
 class PeerRing:
     """This rank's two connections: to its holder, which gets its messages, and from the rank whose holder it is.
 
-    All ranks make it at the same time. ``receive`` is called with each message, and ``lost`` with the rank that is
+    All ranks make it at the same time. ``receive`` is called with each message, and ``gone`` with the rank that is
     gone, on a thread of the ring's.
     """
 
-    def __init__(self, receive: Callable[[Message], None], lost: Callable[[int], None]) -> None:
+    def __init__(self, receive: Callable[[RingMessage], None], gone: Callable[[int], None]) -> None:
         self.rank, ranks = dist.get_rank(), dist.get_world_size()
-        self._receive, self._lost = receive, lost
+        self._receive, self._gone = receive, gone
         listener = socket.create_server((_own_address(), 0))
         mine = (*listener.getsockname()[:2], secrets.token_hex(16), socket.gethostname())
         everyones: list[Any] = [None] * ranks
@@ -77,14 +77,14 @@ class PeerRing:
         for each in (self._out, self._in):
             each.settimeout(None)
             _keep_alive(each)
-        self._outgoing: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[RingMessage | None] = queue.SimpleQueue()
         self._is_left = False
         self._sender = threading.Thread(target=self._send, name="ds_npu peer sender", daemon=True)
         self._receiver = threading.Thread(target=self._read, name="ds_npu peer receiver", daemon=True)
         self._sender.start()
         self._receiver.start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RingMessage) -> None:
         """Send ``message`` to the holder behind those that were given before; any thread may call it."""
         self._outgoing.put(message)
 
@@ -92,13 +92,13 @@ class PeerRing:
         """End in order: the holder is told that nothing more comes."""
         if not self._is_left:
             self._is_left = True
-            self.send(Message(FAREWELL, {}))
+            self.send(RingMessage(FAREWELL, {}))
             self._outgoing.put(None)
             self._sender.join(LEAVING_S)
 
     def _send(self) -> None:
         while (message := self._outgoing.get()) is not None:
-            text = json.dumps({"kind": message.kind, **message.said}).encode()
+            text = json.dumps({"kind": message.kind, **message.fields}).encode()
             try:
                 self._out.sendall(HEADER.pack(len(text), len(message.data)) + text)
                 self._out.sendall(message.data)
@@ -112,18 +112,18 @@ class PeerRing:
         while True:
             try:
                 sizes = HEADER.unpack(_exactly(self._in, HEADER.size))
-                said = json.loads(_exactly(self._in, min(sizes[0], MOST_JSON)))
-                message = Message(said.pop("kind"), said, _exactly(self._in, sizes[1]))
+                fields = json.loads(_exactly(self._in, min(sizes[0], MOST_JSON)))
+                message = RingMessage(fields.pop("kind"), fields, _exactly(self._in, sizes[1]))
             except (OSError, ValueError):
-                message = Message(GONE, {"rank": self.held})
+                message = RingMessage(GONE, {"rank": self.held})
             if message.kind == FAREWELL:
                 return
             if message.kind != GONE:
                 self._receive(message)
                 continue
             self.send(message)
-            self._lost(message.said["rank"])
-            if message.said["rank"] == self.held:
+            self._gone(message.fields["rank"])
+            if message.fields["rank"] == self.held:
                 return
 
 

@@ -98,8 +98,8 @@ class Reassembly:
     def _weight(self, name: str, weight: nn.Parameter) -> torch.Tensor:
         """This rank's part of a weight, in the dtype that is cheapest to read."""
         is_narrow = self.written.has_narrow(name, weight.dtype)
-        read = self.written.narrow_value if is_narrow else self.written.value
-        return read(name, self._mine(weight)).view(unpartitioned_shape(weight))
+        found = self.written.value(name, self._mine(weight), is_narrow=is_narrow)
+        return found.view(unpartitioned_shape(weight))
 
     def _mine(self, weight: nn.Parameter, first: int = 0, numel: int | None = None) -> Selection:
         """Elements of this rank's part of a weight."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun
 from ds_npu.checkpoint.written import Plain
-from ds_npu.engine.checkpoints.layer_files import layer_places, states_of
+from ds_npu.engine.checkpoints.layer_files import layer_positions, states_of
 from ds_npu.models.zero3 import partition, unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import DENSE, EXPERT, NAMES
@@ -115,9 +115,9 @@ class _Files:
         self.of_zero = Path(engine._get_zero_ckpt_name(*where)).name if has_own else None
         self.of_experts = engine.expert_file(folder).name if engine.writes_experts else None
         self.is_partitioned = engine.zero_optimization_partition_weights()
-        self.layers = layer_places(engine, folder) if isinstance(engine.module, PipelineModule) else None
+        self.layers = layer_positions(engine, folder) if isinstance(engine.module, PipelineModule) else None
 
-    def _place(self, name: str, file: str | None) -> tuple[str | None, tuple[str, ...]]:
+    def _position(self, name: str, file: str | None) -> tuple[str | None, tuple[str, ...]]:
         """The file of a weight or buffer that this rank writes, and the way to it; ``file``: that of the model."""
         if self.layers is None:
             return file, (MODULE, name)
@@ -129,7 +129,7 @@ class _Files:
         for name, tensor in states_of(self.engine).items():
             weight = names.get(name)
             if weight is None:
-                file, way = self._place(name, self.of_model)
+                file, way = self._position(name, self.of_model)
                 if isinstance(tensor, torch.Tensor) and file is not None:
                     value = _all_of(tensor, file, way)
                     yield name, WrittenPart(tuple(tensor.shape), value=value, dtype=str(tensor.dtype))
@@ -141,7 +141,7 @@ class _Files:
     def _part(self, name: str, weight: nn.Parameter) -> WrittenPart | None:
         placement = placement_of(weight)
         of_model = self.of_experts if placement.is_expert and not self.is_partitioned else self.of_model
-        file, way = self._place(name, of_model)
+        file, way = self._position(name, of_model)
         holder = file
         value = state = group = None
         is_narrow = weight.element_size() == 2 and not self.is_partitioned and self._is_in_optimizer(weight)

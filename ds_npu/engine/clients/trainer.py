@@ -38,7 +38,7 @@ def agree_on_saving(original: Function) -> Function:
 
 
 def keep_whole_checkpoints(original: Function) -> Function:
-    """For the removal of earlier checkpoints: one that is whole stays until a newer one is on the disk."""
+    """For the removal of earlier checkpoints: one that is whole is kept until a newer one is on the disk."""
 
     @functools.wraps(original)
     def rotate(output_dir: str, save_total_limit: int | None = None, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What this process still does at a SIGTERM before it ends by it: launchers give ranks some seconds."""
+"""Actions of this process between a SIGTERM and its end, for which launchers give ranks some seconds."""
 
 from __future__ import annotations
 
@@ -48,4 +48,4 @@ class Termination:
 
 
 TERMINATION = Termination()
-"""That of this process."""
+"""The actions of this process."""

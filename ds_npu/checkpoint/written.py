@@ -142,7 +142,7 @@ class WrittenCheckpoint(CheckpointFolder):
     def value(self, name: str, wanted: Selection | None = None, is_narrow: bool = False) -> torch.Tensor:
         """The plain weight or buffer, or what is ``wanted`` of it, flat: nothing else is read.
 
-        ``is_narrow``: as it was written in 16 bits, which are half the bytes of float32. Raises CheckpointError where elements of it are in no file.
+        ``is_narrow``: as written in 16 bits. Raises CheckpointError where elements of it are in no file.
         """
         with self.damage_named():
             run_of: RunOf = attrgetter("narrow" if is_narrow else "value")

@@ -19,7 +19,9 @@ import torch
 import ds_npu  # noqa: F401  (where it is not installed)
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-FOLDER, VICTIMS, DEATH, STEPS, SECTION = sys.argv[1], sys.argv[2].split(","), *map(int, sys.argv[3:5]), sys.argv[5]
+GIVEN = [each for each in sys.argv[1:] if not each.startswith("--")]
+"""Without what DeepSpeed's launcher adds."""
+FOLDER, VICTIMS, DEATH, STEPS, SECTION = GIVEN[0], GIVEN[1].split(","), *map(int, GIVEN[2:4]), GIVEN[4]
 EVERY = 4
 CONFIG = {
     "train_batch_size": 4,

@@ -100,7 +100,10 @@ def layouts_of(kind: Kind, ranks: int) -> list[tuple[int, dict]]:
     if kind.optimizer == "Muon":
         found = [(stage, section) for stage, section in found if section is not OFFLOADED]
     if kind.moves_experts:
-        found = [(stage, section | {"moe": {"placement_interval": 1}}) for stage, section in found]
+        found = [
+            (stage, section | ({"moe": {"placement_interval": 1}} if "expert" in section.get("parallel", {}) else {}))
+            for stage, section in found
+        ]
     if kind.is_narrow:
         found = [
             (stage, section | (KEPT if index % 2 and section is not OFFLOADED else {}))

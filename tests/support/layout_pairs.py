@@ -79,6 +79,7 @@ def over(**parallel: int) -> dict:
 V_SHAPE = over(pipeline=2) | {"pipeline": {"schedule": "zb_v"}}
 OWN_PARTITIONS = {"zero": {"overlap_comm": False, "round_robin_gradients": True}}
 """DeepSpeed's partitions, in another order."""
+PLAIN_PARTITIONS = {"zero": {"overlap_comm": False}}
 OFFLOADED = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 DENSE = [
     *[(1, {}), (3, over(tensor=2)), (0, over(pipeline=4)), (2, over(tensor=2)), (3, over(context=2)), (0, {})],
@@ -100,11 +101,15 @@ def layouts_of(kind: Kind, ranks: int) -> list[tuple[int, dict]]:
     if kind.optimizer == "Muon":
         found = [(stage, section) for stage, section in found if section is not OFFLOADED]
     if kind.moves_experts:
+        moving = {"moe": {"placement_interval": 1}}
         found = [
-            (stage, section | ({"moe": {"placement_interval": 1}} if "expert" in section.get("parallel", {}) else {}))
+            (stage, section | (moving if {"expert"} <= parallel.keys() and "pipeline" not in parallel else {}))
             for stage, section in found
+            for parallel in (section.get("parallel", {}),)
         ]
     if kind.is_narrow:
+        # With round_robin_gradients DeepSpeed tells another weight's values.
+        found = [(stage, PLAIN_PARTITIONS if section is OWN_PARTITIONS else section) for stage, section in found]
         found = [
             (stage, section | (KEPT if index % 2 and section is not OFFLOADED else {}))
             for index, (stage, section) in enumerate(found)

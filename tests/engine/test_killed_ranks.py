@@ -14,7 +14,7 @@ from ds_npu.checkpoint.written import WrittenCheckpoint
 
 DRAWN = 3
 """System calls of each case at which a run that is not exhaustive kills."""
-MOST_CALLS = 40
+MOST_CALLS = 100
 
 
 def loaded(folder: Path) -> float:
@@ -30,7 +30,7 @@ def counts(victim: int, behind: bool) -> list[int]:
     every = list(range(MOST_CALLS))
     if matrix.is_exhaustive():
         return every
-    return sorted(random.Random(f"{matrix.seed()} {victim} {behind}").sample(every[:24], DRAWN))
+    return sorted(random.Random(f"{matrix.seed()} {victim} {behind}").sample(every[:60], DRAWN))
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ SIZES = {
 LAYOUTS: tuple[dict[str, Any], ...] = ({"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}})
 
 
-def engine_of(**section: Any) -> Any:
+def engine_of(is_narrow: bool = False, **section: Any) -> Any:
     deepspeed: Any = importlib.import_module("deepspeed")
     transformers: Any = importlib.import_module("transformers")
     importlib.import_module("torch").manual_seed(0)
@@ -46,6 +46,7 @@ def engine_of(**section: Any) -> Any:
         "steps_per_print": 10**9,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": is_narrow},
         "ds_npu": section,
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -159,21 +160,27 @@ class BytesRead(logging.Handler):
 
 
 def at_other_layouts(folder: Path) -> Iterator[str]:
-    """Bytes that each rank reads, and keeps: of its weights, their masters and both moments, in float32."""
+    """Bytes that each rank reads, and keeps: of its weights, their masters and both moments, in float32 and in bf16."""
     log: Any = importlib.import_module("ds_npu.log")
     dist: Any = importlib.import_module("torch.distributed")
-    for section in LAYOUTS:
-        engine, handler = engine_of(**section), BytesRead()
+    first = engine_of(is_narrow=True)
+    train(first)
+    first.save_checkpoint(str(folder / "narrow"))
+    for is_narrow, section in itertools.product((False, True), LAYOUTS):
+        engine, handler = engine_of(is_narrow, **section), BytesRead()
         log.logger().addHandler(handler)
-        engine.load_checkpoint(str(folder / "fast"))
+        engine.load_checkpoint(str(folder / ("narrow" if is_narrow else "fast")))
         log.logger().removeHandler(handler)
         stepped = sum(run.numel for run in engine.optimizer_layout.runs.values())
-        kept = 4 * (sum(each.numel() for each in engine.module.parameters()) + 2 * stepped)
+        # Masters of float32 weights are not read again.
+        own = (2, 12) if is_narrow else (4, 8)
+        kept = own[0] * sum(each.numel() for each in engine.module.parameters()) + own[1] * stepped
         found: list[Any] = [None] * RANKS
         dist.all_gather_object(found, (handler.found, kept))
         for rank, (read, held) in enumerate(found):
             sizes = f"reads {read / MIB:.1f} MiB and keeps {held / MIB:.1f} MiB: {read / held:.3f}"
-            yield f"ZeRO 1 of 2 ranks, loaded with {section['parallel']}: rank {rank} {sizes}"
+            kind = "bf16" if is_narrow else "float32"
+            yield f"{kind}, ZeRO 1 of 2 ranks, loaded with {section['parallel']}: rank {rank} {sizes}"
 
 
 def measure(rank: int, folder: Path, arguments: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -75,6 +76,9 @@ class TrainingEngine(Protocol):
     def communicator_bytes(self) -> int: ...
     def save_behind_training(self) -> None:
         """Write checkpoints on a thread from now on."""
+
+    def copy_to_peers(self, folder: Path, steps: int) -> str:
+        """Keep copies of this rank's files of a checkpoint in memory, and in a peer's, from now on."""
 
     def factor_of_gradients(self) -> float | None:
         """The factor from gradients as the last forward's graph computes them to those that are accumulated.

@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,7 +25,7 @@ UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, Attrib
 Keys = tuple[str | int, ...]
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(path: Path | IO[bytes]) -> str:
     """A digest of the names, sizes and checksums of all records in a file that torch.save wrote.
 
     It tells one file of a checkpoint from another of the same name, without reading the tensors in it.

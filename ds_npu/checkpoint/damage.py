@@ -70,5 +70,7 @@ def _weights(
 def _runs(part: WrittenPart, keys: Keys) -> Iterator[tuple[Any, Keys, str]]:
     if part.value is not None:
         yield part.value, keys, ""
+    if part.narrow is not None:
+        yield part.narrow, keys, ""
     if part.state is not None and keys:
         yield part.state, keys[:-1], str(keys[-1])

@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,13 @@ class FileDigests:
     size: int
     """Bytes of the file."""
     chunks: tuple[str, ...]
+
+
+def digests_of(data: Any) -> FileDigests:
+    """The digests of the chunks of a file whose bytes are ``data``."""
+    view = memoryview(data)
+    chunks = (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
+    return FileDigests(len(view), tuple(map(digest_of, chunks)))
 
 
 class DamagedFileError(Exception):
@@ -69,17 +76,22 @@ class DigestedWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of ``data``, a buffer of bytes; returns its size in bytes."""
         view = memoryview(data)
-        if len(view) < SMALL_BYTES:
+        hashed = None if len(view) < SMALL_BYTES else self._begin_hash(view)
+        if hashed is None:
             self._hash(view)
+        try:
             _write_all(self._descriptor, view)
-        else:
-            # The caller may change its buffer once this returns.
-            hashed = self._hashing.submit(self._hash, view)
-            try:
-                _write_all(self._descriptor, view)
-            finally:
+        finally:
+            if hashed is not None:  # The caller may change its buffer once this returns.
                 hashed.result()
         return len(view)
+
+    def _begin_hash(self, view: memoryview) -> Future[None] | None:
+        """Hash on the other thread; None where the interpreter ends, and lets threads begin nothing more."""
+        try:
+            return self._hashing.submit(self._hash, view)
+        except RuntimeError:
+            return None
 
     def _hash(self, view: memoryview) -> None:
         while len(view):

@@ -77,6 +77,8 @@ class WrittenPart:
     """Index of the settings of its parameter group."""
     dtype: str | None = None
     """Its dtype in the model; None in manifests of version 1."""
+    narrow: WrittenRun | None = None
+    """The values in the model's dtype of 16 bits, where ``value`` is of float32 masters; None: in no file."""
 
     @property
     def numel(self) -> int:
@@ -267,6 +269,7 @@ def _part(found: dict[str, Any], name: str, groups: int) -> WrittenPart:
         _run(_of(found, "state", name), f"state of {name}", math.prod(shape)),
         None if group is None else _number(group, f"group of {name}", groups - 1),
         None if dtype is None else _typed(str, dtype, f"dtype of {name}"),
+        _run(found.get("narrow"), f"16-bit values of {name}", math.prod(shape)),
     )
     _check_coordinates(part, name)
     return part

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -138,13 +139,21 @@ class WrittenCheckpoint(CheckpointFolder):
         """Whether the values of the weight or buffer ``name`` were written."""
         return any(part.numel == 0 or (part.value is not None and self._is_there(part)) for part in self._parts[name])
 
-    def value(self, name: str, wanted: Selection | None = None) -> torch.Tensor:
+    def value(self, name: str, wanted: Selection | None = None, is_narrow: bool = False) -> torch.Tensor:
         """The plain weight or buffer, or what is ``wanted`` of it, flat: nothing else is read.
 
-        Raises CheckpointError where elements of it are in no file.
+        ``is_narrow``: as written in 16 bits. Raises CheckpointError where elements of it are in no file.
         """
         with self.damage_named():
-            return self._read(name, lambda part: part.value, self._files.tensor, wanted)
+            run_of: RunOf = attrgetter("narrow" if is_narrow else "value")
+            return self._read(name, run_of, self._files.tensor, wanted)
+
+    def has_narrow(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether all values of the weight ``name`` were written in ``dtype``, of 16 bits, as well as in float32."""
+        parts = self._parts[name]
+        found = {tuple(part.coordinates.items()) for part in parts if part.narrow is not None}
+        has_all = all(tuple(part.coordinates.items()) in found for part in parts if part.numel)
+        return has_all and parts[0].dtype == str(dtype)
 
     def state(self, name: str, wanted: Selection | None = None) -> dict[str, Any]:
         """The optimizer's state of a weight, by key: tensors of its shape, or what is ``wanted``, flat; and numbers.
@@ -188,11 +197,15 @@ class WrittenCheckpoint(CheckpointFolder):
 
     def settings(self, name: str) -> Mapping[str, Any]:
         """Settings of a weight's parameter group; empty where it was not trained."""
+        return self.group(name)[1]
+
+    def group(self, name: str) -> tuple[int | None, Mapping[str, Any]]:
+        """The index and the settings of a weight's parameter group; None and nothing where it was not trained."""
         for manifest in self.manifests:
             part = manifest.parts.get(name)
             if part is not None and part.group is not None:
-                return manifest.groups[part.group]
-        return {}
+                return part.group, manifest.groups[part.group]
+        return None, {}
 
     @cached_property
     def _parts(self) -> dict[str, list[WrittenPart]]:

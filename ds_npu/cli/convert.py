@@ -1,27 +1,47 @@
-"""``ds_npu convert``: a checkpoint of any layout as a plain Hugging Face model, without ranks."""
+"""``ds_npu convert``: a checkpoint of any layout as a Hugging Face model or a universal checkpoint, without ranks."""
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.wholeness import checkpoints_in
-from ds_npu.cli.command import Command, cli_module, one_line, refused
+from ds_npu.cli.command import Command, argument, cli_module, one_line, refused
 from ds_npu.config.problems import printable
+
+FORMS = ("hf", "fp32", "universal")
+LAYOUT = re.compile(r"\w+=\d+(,\w+=\d+)*")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder: its newest whole one")
-    parser.add_argument("--to", choices=("hf",), required=True, help="hf: the weights, as save_pretrained writes them")
-    parser.add_argument("--model", type=Path, required=True, help="a folder with the model's config.json")
+    what = (
+        "hf: the weights, as save_pretrained writes them; fp32: in float32, as zero_to_fp32.py makes them; universal: "
+        "DeepSpeed's, with the state of the optimizer"
+    )
+    parser.add_argument("--to", type=argument(_form), required=True, metavar="FORM", help=what)
+    parser.add_argument("--model", type=Path, help="for hf: a folder with the model's config.json")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write to")
     what = "a class that the files may hold, as package.module.Class"
     parser.add_argument("--allow", action="append", default=[], metavar="CLASS", help=what)
 
 
+def _form(text: str) -> str:
+    if text in FORMS:
+        return text
+    if LAYOUT.fullmatch(text):
+        raise ValueError(
+            f"{text}: nothing is to be converted, every layout loads every other one (docs/checkpoints.md)"
+        )
+    raise ValueError(f"found {printable(text)}; one of {', '.join(FORMS)}")
+
+
 def _run(arguments: Namespace) -> int:
     folder: Path = arguments.folder
+    if arguments.to == "hf" and arguments.model is None:
+        return refused("convert", "--to hf needs --model, a folder with the model's config.json")
     if not folder.is_dir():
         return refused("convert", f"{printable(str(folder))}: there is no such folder")
     whole = next((each for each in checkpoints_in(folder) if each.manifests and not each.problems), None)
@@ -29,14 +49,19 @@ def _run(arguments: Namespace) -> int:
         what = "there is no whole checkpoint with manifests in it (ds_npu inspect says what is there)"
         return refused("convert", f"{printable(str(folder))}: {what}")
     try:
-        weights = cli_module("converted_weights")
-        model = weights.empty_model(arguments.model)
-        count = weights.write_weights(whole.folder, model, arguments.out, arguments.allow)
+        if arguments.to == "universal":
+            count = cli_module("universal_weights").write_universal(whole.folder, arguments.out, arguments.allow)
+        elif arguments.to == "fp32":
+            count = cli_module("converted_weights").write_float32(whole.folder, arguments.out, arguments.allow)
+        else:
+            weights = cli_module("converted_weights")
+            model = weights.empty_model(arguments.model)
+            count = weights.write_weights(whole.folder, model, arguments.out, arguments.allow)
     except (CheckpointError, ValueError, OSError) as error:
         return refused("convert", one_line(str(error)), 1)
     print(one_line(f"{arguments.out}: {count} weights of {whole.folder} ({whole.kind})"))
     return 0
 
 
-PURPOSE = "write a checkpoint of any layout as a plain Hugging Face model, in one process"
+PURPOSE = "write a checkpoint of any layout as a Hugging Face model or DeepSpeed's universal one, in one process"
 COMMAND = Command("convert", PURPOSE, _add_arguments, _run)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import save_torch_state_dict
 
 from ds_npu.capability.named_classes import named_classes
 from ds_npu.checkpoint.files import CheckpointError
@@ -36,9 +37,7 @@ def write_weights(folder: Path, model: Any, out: Path, allowed: Sequence[str]) -
     ``allowed``: names of classes that its files may hold. Raises CheckpointError where the weights are not those of
     ``model``, OSError where they cannot be written.
     """
-    written = WrittenCheckpoint(folder, (*CLASSES, *named_classes(allowed)))
-    if not written.is_known:
-        raise CheckpointError(f"{folder}: its manifests do not say what is where ({written.layout})")
+    written = known_checkpoint(folder, allowed)
     held = written.plain_weights()
     wanted = {name: Plain(tuple(each.shape), str(each.dtype)) for name, each in model.state_dict().items()}
     tied = set(model.all_tied_weights_keys or ())
@@ -49,6 +48,33 @@ def write_weights(folder: Path, model: Any, out: Path, allowed: Sequence[str]) -
     written.close()
     save_pretrained(model, out, weights)
     return len(weights)
+
+
+def write_float32(folder: Path, out: Path, allowed: Sequence[str]) -> int:
+    """Write the weights of the checkpoint in ``folder`` in float32 to ``out``, under their names in the plain model.
+
+    As DeepSpeed's zero_to_fp32.py does it; buffers of other kinds keep their dtype. Returns the number of weights.
+    """
+    written = known_checkpoint(folder, allowed)
+    weights = {}
+    for name in written.plain_weights():
+        value = written.value(name)
+        weights[name] = value.float() if value.is_floating_point() else value
+    written.close()
+    out.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(weights, out)
+    return len(weights)
+
+
+def known_checkpoint(folder: Path, allowed: Sequence[str]) -> WrittenCheckpoint:
+    """The checkpoint in ``folder``; raises CheckpointError where its manifests do not say what is where."""
+    written = WrittenCheckpoint(folder, (*CLASSES, *named_classes(allowed)))
+    if not written.is_known:
+        raise CheckpointError(
+            f"{folder}: its manifests do not say what is where ({written.layout}). What to do: load it in a run of "
+            "that layout, and engine.save_pretrained there"
+        )
+    return written
 
 
 def _dtype(plain: Plain) -> torch.dtype:

@@ -36,7 +36,7 @@ from ds_npu.parallel.runtime.marks import marks_of
 from ds_npu.parallel.runtime.placement import Placement, placement_of
 from ds_npu.parallel.whole_matrices.holdings import Partition, contiguous
 from ds_npu.planner.matrix_report import matrix_lines
-from ds_npu.planner.parameter_bytes import bytes_of_a_parameter
+from ds_npu.planner.parameter_bytes import bytes_of_a_parameter, saved_bytes_of_a_parameter
 from ds_npu.planner.schedule_picture import schedule_svg, schedule_text
 from ds_npu.topology.degrees import Axis, Degrees
 from ds_npu.topology.machine import Machine
@@ -117,7 +117,24 @@ def summary(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked) ->
     size = sum(count * bytes_of_a_parameter(ds_config, stage, _copies(each, checked)) for count, each in parameters)
     of = f"weights, gradients and AdamW's state, before activations (ZeRO {stage})"
     yield f"  Memory of rank 0: {size / 2**30:,.1f} GiB of {of}"
+    yield from _memory_for_checkpoints(parameters, ds_config, checked)
     yield "  Time and memory of a step: ds_npu predict. More about the model: --changes, --parameters"
+
+
+def _memory_for_checkpoints(
+    parameters: Sequence[tuple[int, Placement]], ds_config: Mapping[str, Any], checked: Checked
+) -> Iterator[str]:
+    """Lines about host memory that is kept for saves behind training and for copies; none without them."""
+    stage, section = checked.zero_stage or 0, checked.config.checkpoint
+    saved = sum(
+        count * saved_bytes_of_a_parameter(ds_config, stage, _copies(each, checked)) for count, each in parameters
+    )
+    gib = saved / 2**30
+    if section.asynchronous:
+        yield f"  Pinned host memory of rank 0 for asynchronous saves: {gib:,.1f} GiB, as large as its files (AdamW)"
+    if section.peer_copies is not None:
+        kept = f"{gib:,.1f} GiB pinned and {2 * gib:,.1f} GiB, twice that while a copy is on its way"
+        yield f"  Host memory of rank 0 for copies of checkpoints: {kept}"
 
 
 def _copies(placement: Placement, checked: Checked) -> int:

@@ -370,6 +370,12 @@ RULES = (
         lambda section: section.optimizer_memory.resident_gib and not section.optimizer_memory.swap,
         "only with ds_npu.optimizer_memory.swap",
     ),
+    _refused(
+        "checkpoint.peer_folder",
+        ("checkpoint",),
+        lambda section: (section.checkpoint.peer_folder is None) != (section.checkpoint.peer_copies is None),
+        "a folder that all ranks see beside ds_npu.checkpoint.peer_copies, and only there",
+    ),
     Rule(("parallel", "optimizer_memory"), _blocks),
     Rule(("recompute", "pipeline.recompute"), _recomputed_twice),
     Rule(("pipeline", "moe", "recompute", "swap"), _pairs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,16 @@ class TopologyEngine(DeepSpeedEngine):  # type: ignore[misc]
     reassembled: dict[str, Any] | None = None
     """The content that this rank's files would have, while a checkpoint of another layout is loaded."""
 
+    @property
+    def allowed_classes(self) -> Sequence[Any]:
+        """The classes that files of checkpoints may hold besides tensors and plain Python values."""
+        return ()
+
     def finish_saving(self) -> None:
         """Wait for a save that runs behind training."""
+
+    def put_own_files(self, *args: Any, **kwargs: Any) -> None:
+        """Let a transaction save what this rank has in a checkpoint."""
 
     def factor_of_gradients(self) -> float | None:
         """The factor by which gradients are multiplied behind a backward: 1, but in stages."""

@@ -1,8 +1,10 @@
-"""``ds_npu.checkpoint``: saves behind training, and the classes that loaded checkpoints may hold."""
+"""``ds_npu.checkpoint``: saves behind training, copies in peers' memory, and classes in loaded checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
 
 from ds_npu.capability.named_classes import named_classes
 from ds_npu.config.checkpoint import CheckpointSection
@@ -22,11 +24,18 @@ def _unmet(section: CheckpointSection) -> list[str]:
 def _parts(section: CheckpointSection, build: Build) -> Iterable[Change]:
     if section.asynchronous:
         yield build.installed("checkpoints", "saved behind training", _save_behind_training)
+    if section.peer_copies is not None and section.peer_folder is not None:
+        copy = partial(_copy_to_peers, Path(section.peer_folder), section.peer_copies)
+        yield build.installed("copies of checkpoints", "in the memory of peers", copy)
 
 
 def _save_behind_training(engine: TrainingEngine) -> list[str]:
     engine.save_behind_training()
     return []
+
+
+def _copy_to_peers(folder: Path, steps: int, engine: TrainingEngine) -> list[str]:
+    return [engine.copy_to_peers(folder, steps)]
 
 
 CHECKPOINT: Feature[CheckpointSection] = Feature("checkpoint", parts=_parts, unmet=_unmet)

@@ -77,6 +77,11 @@ def test_masters_and_moments_stay_bit_for_bit(tmp_path):
     run_on_ranks(2, lives.in_16_bits, torch.bfloat16, layouts, str(tmp_path))
 
 
+@pytest.mark.slow
+def test_masters_in_another_dtype(tmp_path):
+    run_on_ranks(2, lives.masters_in_16_bits, str(tmp_path))
+
+
 KEPT = {"optimizer_memory": {"share_fp32": True, "swap": True}}
 
 

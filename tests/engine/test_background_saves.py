@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import background_lives as lives
 import pytest
 from ranks import run_on_ranks
+from transformers import trainer
 
 from ds_npu.checkpoint.wholeness import newest_whole
+from ds_npu.engine.checkpoints.background_saves import BackgroundSaves
 
 SCRIPT = Path(lives.__file__).with_name("background_script.py")
 
@@ -47,3 +51,30 @@ def test_a_process_that_ends_while_it_saves(end, tmp_path):
     assert code == {"wait": -signal.SIGTERM, "error": 1, "end": 0}[end], said
     assert newest_whole(tmp_path) == tmp_path / "global_step1" and (tmp_path / "latest").exists(), said
     assert not list(tmp_path.rglob("*.unfinished"))
+
+
+def test_the_last_whole_checkpoint_stays_until_the_next_one_is_saved(tmp_path):
+    """The Trainer's own removal, with a writer that waits, and with one that fails."""
+    for is_saved in (True, False):
+        folder = tmp_path / f"{is_saved}"
+        checkpoints = [folder / "checkpoint-1", folder / "checkpoint-2"]
+        for each in checkpoints:
+            each.mkdir(parents=True)
+        gate, saves = threading.Event(), BackgroundSaves("cpu", 10.0)
+
+        def write(gate=gate, is_saved=is_saved) -> None:
+            assert gate.wait(10.0)
+            if not is_saved:
+                raise RuntimeError("the disk is full")
+
+        saves.begin(checkpoints[1] / "global_step2", write)
+        removal = threading.Thread(target=trainer.rotate_checkpoints, args=(str(folder), 1))
+        removal.start()
+        trainer.rotate_checkpoints(str(tmp_path / "elsewhere"), 1)
+        removal.join(0.3)
+        assert removal.is_alive() and checkpoints[0].exists()
+        gate.set()
+        removal.join(10.0)
+        assert checkpoints[0].exists() is not is_saved and checkpoints[1].exists()
+        with nullcontext() if is_saved else pytest.raises(RuntimeError, match="the disk is full"):
+            saves.wait()

@@ -178,5 +178,5 @@ def test_other_code_does_not_take_a_shard_for_all_experts(tmp_path):
     run_on_ranks(2, expert_lives.guarded, str(tmp_path))
 
 
-def test_deepspeeds_recovery_script_says_what_to_do(tmp_path):
+def test_the_recovery_script_puts_shards_together(tmp_path):
     run_on_ranks(2, expert_lives.recovery_script, str(tmp_path))

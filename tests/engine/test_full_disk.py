@@ -33,13 +33,13 @@ def disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def engine_of(stage: int, tensor: int):
+def engine_of(stage: int, tensor: int, section: dict | None = None):
     import deepspeed
     import gradient_rule as rule
 
     rule.without_extension()
     model = tiny_models.tiny("llama", torch.float32, hidden_size=128, intermediate_size=256)
-    config = tensor_parallel_rule.config(stage, torch.float32, {"parallel": {"tensor": tensor}})
+    config = tensor_parallel_rule.config(stage, torch.float32, {"parallel": {"tensor": tensor}, **(section or {})})
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
@@ -133,6 +133,66 @@ def test_files_that_fill_a_disk_together(disk):
     for rank, each in enumerate(ranks):
         found = f"{rank}: the disk {disk} is full: {needed:,} bytes are needed, {SIZE // 2:,} are free"
         assert each.failure == found
+
+
+def is_read_only(folder: Path) -> None:
+    """A disk that has become read-only: saves that block and saves behind training, of ZeRO 1 and of tensor ranks."""
+    for stage, tensor, behind in ((1, 1, False), (0, 2, True)):
+        saved = folder / f"{stage}"
+        engine = engine_of(stage, tensor, {"checkpoint": {"asynchronous": behind}})
+        engine.save_checkpoint(saved, tag="first")
+        engine.finish_saving()
+        with unchanged(folder):
+            if dist.get_rank() == 0:
+                subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+            dist.barrier()
+            try:
+                said = r"second was not saved to .*rank .*: .*Read-only file system.*What to do:"
+                with pytest.raises(RuntimeError, match=said):
+                    engine.save_checkpoint(saved, tag="second")
+                    engine.finish_saving()
+            finally:
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
+                dist.barrier()
+        engine.save_checkpoint(saved, tag="second")
+        engine.finish_saving()
+        dist.barrier()
+        assert (saved / "latest").read_text() == "second"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            subprocess.run(["rm", "-r", str(saved)], check=True)
+        dist.barrier()
+
+
+def test_a_disk_that_is_read_only(disk):
+    run_on_ranks(2, is_read_only, disk)
+
+
+def fills_up_behind(folder: Path) -> None:
+    """Both ranks fill the disk behind training: the next step says so on both, and what was there is whole."""
+    engine = engine_of(1, 1, {"checkpoint": {"asynchronous": True}})
+    train(engine)
+    engine.save_checkpoint(folder, tag="first")
+    engine.finish_saving()
+    filler = folder / "filler"
+    if dist.get_rank() == 0:
+        try:
+            filler.write_bytes(bytes(SIZE))
+        except OSError:
+            filler.write_bytes(bytes(filler.stat().st_size - 200_000))
+    with unchanged(folder):
+        engine.save_checkpoint(folder, tag="second")
+        with pytest.raises(RuntimeError, match=f"behind training.*second was not saved to .*: rank .*{FULL}"):
+            engine.finish_saving()
+    assert (folder / "latest").read_text() == "first"
+    path, _ = engine.load_checkpoint(folder)
+    assert path is not None
+
+
+def test_a_disk_that_is_full_behind_training(disk):
+    run_on_ranks(2, fills_up_behind, disk)
 
 
 def refuses(folder: Path) -> None:

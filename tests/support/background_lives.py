@@ -15,6 +15,7 @@ from ds_npu.checkpoint.digests import DigestedWriter
 from ds_npu.checkpoint.wholeness import newest_whole
 from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.checkpoints.written_files import CLASSES
+from ds_npu.planner.parameter_bytes import saved_bytes_of_a_parameter
 
 DEADLINE_S = 60.0
 CASES: list[tuple[int, dict]] = [
@@ -36,6 +37,13 @@ def step(engine, number: int) -> float:
 
 
 def same_contents(one: Path, other: Path) -> None:
+    same_weights(one, other)
+    states = [WrittenCheckpoint(each, CLASSES).model_state() for each in (one, other)]
+    assert states[0]["global_steps"] == states[1]["global_steps"] and states[0]["seen"] == states[1]["seen"]
+
+
+def same_weights(one: Path, other: Path) -> None:
+    """Weights and states of the optimizer are the same bits in both checkpoints."""
     found, expected = WrittenCheckpoint(one, CLASSES), WrittenCheckpoint(other, CLASSES)
     assert found.plain_weights() == expected.plain_weights()
     for name in expected.plain_weights():
@@ -43,8 +51,6 @@ def same_contents(one: Path, other: Path) -> None:
         mine, theirs = found.state(name), expected.state(name)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(each)) for key, each in theirs.items())
-    states = [each.model_state() for each in (found, expected)]
-    assert states[0]["global_steps"] == states[1]["global_steps"] and states[0]["seen"] == states[1]["seen"]
 
 
 def no_threads() -> bool:
@@ -78,10 +84,20 @@ def life(folder: str, cases: list[int]) -> None:
         same_contents(where / "behind" / "global_step1", where / "blocking" / "global_step1")
         assert (where / "behind" / "latest").read_text() == "global_step1"
         leaves_nothing(where)
+        as_planned(behind, CASES[index][0])
         other = engine_of(*CASES[index])
         other.load_checkpoint(str(where / "behind"))
         assert step(other, 1) == pytest.approx(step_again(blocking, where), rel=0)
         dist.barrier()
+
+
+def as_planned(engine, stage: int) -> None:
+    """The host memory of saves on rank 0 is what ``ds_npu check`` says of it, but for buffers and padding."""
+    ranks = engine.topology.size("dp", "cp")
+    count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in engine.module.parameters())
+    planned = count * saved_bytes_of_a_parameter(engine._config._param_dict, stage, ranks)
+    if dist.get_rank() == 0:
+        assert abs(engine.background_saves.snapshot.pinned_bytes / planned - 1) < 0.05
 
 
 def step_again(engine, where: Path) -> float:

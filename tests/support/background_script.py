@@ -20,7 +20,8 @@ def slowly(self, data):
 
 
 DigestedWriter.write = slowly
-model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+# Files of which pieces are hashed on another thread.
+model = torch.nn.Sequential(torch.nn.Linear(8, 200), torch.nn.Linear(200, 200), torch.nn.Linear(200, 8))
 config = {
     "train_micro_batch_size_per_gpu": 1,
     "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},

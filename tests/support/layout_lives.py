@@ -130,6 +130,23 @@ def in_16_bits(dtype: torch.dtype, layouts: list, folder: str) -> None:
     assert all(torch.equal(found[name], expected[0][name]) for name in found)
 
 
+def masters_in_16_bits(folder: str) -> None:
+    """Masters and moments go over to a run that keeps them in bf16, rounded, and from there to float32 as they are."""
+    wide, narrow = {"enabled": True}, {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    expected: dict[str, torch.Tensor] = {}
+    layouts = [(1, {}, wide), (2, {"parallel": {"tensor": 2}}, wide | narrow), (3, {}, wide), (1, {}, wide | narrow)]
+    for index, (stage, section, keys) in enumerate(layouts):
+        engine = engine_of("llama", stage, section, torch.bfloat16, bf16=keys)
+        if index:
+            assert engine.load_checkpoint(folder)[0] is not None
+        else:
+            step_of(engine, 0, torch.bfloat16)
+        found = {name: each.float() for name, each in states_of(engine).items()}
+        assert all(torch.equal(found[name], each) for name, each in expected.items()), (stage, section, keys)
+        expected = {name: each.bfloat16().float() for name, each in found.items()}
+        step_of(engine, 1, torch.bfloat16) if index == len(layouts) - 1 else engine.save_checkpoint(folder)
+
+
 def parts_of_a_load(folder: str) -> None:
     """Weights alone, or all but the optimizer's state; files that are missing; a run's own state."""
     layouts = [(1, {}), (1, {"parallel": {"tensor": 2}}), (0, {"parallel": {"tensor": 2}}), (3, {})]

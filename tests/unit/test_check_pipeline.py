@@ -44,6 +44,22 @@ def check(tmp_path, capsys):
     return call
 
 
+def test_memory_of_checkpoints(tmp_path, capsys):
+    """Of bf16 and ZeRO 1 over two ranks: weights in 2 bytes, half of masters and moments in 12; copies are as large."""
+    large = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 32000}
+    transformers.LlamaConfig(**LLAMA | large).save_pretrained(tmp_path / "model")
+    section = {"checkpoint": {"asynchronous": True, "peer_copies": 8, "peer_folder": "copies"}}
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "train_batch_size": 2, "ds_npu": section}
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    given = ("--world-size", "2", "--model", str(tmp_path / "model"))
+    assert main(["check", str(tmp_path / "ds_config.json"), *given]) == 0
+    out = capsys.readouterr().out
+    count = int(re.search(r"([\d,]+) parameters", out)[1].replace(",", ""))
+    gib = f"{8 * count / 2**30:,.1f} GiB"
+    assert f"Pinned host memory of rank 0 for asynchronous saves: {gib}" in out
+    assert f"copies of checkpoints: {gib} pinned and {16 * count / 2**30:,.1f} GiB, twice that while" in out
+
+
 def rows(lines):
     """Of each rank: stages, layers, parameters, peak activations, and work and waiting in per cent."""
     found, begin = {}, lines.index("Pipeline ranks") + 2

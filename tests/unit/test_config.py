@@ -67,6 +67,14 @@ MISTAKES = [
     ({"plan": ["block"]}, {}, "ds_npu.plan", ["block"], "an object, each value one of 'block', "),
     ({"pipeline": {"split": 4}}, {}, "ds_npu.pipeline.split", 4, "a list, each item an integer >= 0"),
     ({"pipeline": {"split": [1, "2"]}}, {}, "ds_npu.pipeline.split", [1, "2"], "a list, each item an integer >= 0"),
+    ({"checkpoint": {"peer_copies": 8}}, {}, "ds_npu.checkpoint.peer_folder", None, "a folder that all ranks see"),
+    (
+        {"checkpoint": {"peer_copies": 1, "peer_folder": "copies"}},
+        {},
+        "ds_npu.checkpoint.peer_copies",
+        1,
+        "an integer >= 2",
+    ),
     ({"recompute": {"layers": 1.0}}, {}, "ds_npu.recompute.layers", 1.0, "one of 'none', 'all' or an integer >= 1"),
     # Values out of range.
     ({"parallel": {"context": 0}}, {}, "ds_npu.parallel.context", 0, "an integer >= 1"),

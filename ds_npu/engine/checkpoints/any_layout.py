@@ -10,7 +10,7 @@ one of them is raised on all, so that none waits for another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -19,13 +19,16 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
 
 from ds_npu.capability.named_classes import named_classes
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.manifest import manifest_path
+from ds_npu.checkpoint.manifest import MODULE, manifest_path
+from ds_npu.checkpoint.universal import UniversalCheckpoint
 from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks
 from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine, check_universal
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.engine.checkpoints.layer_files import has_known_files
 from ds_npu.engine.checkpoints.reassembly import Overlaid, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
 from ds_npu.engine.checkpoints.written_files import CLASSES, layout_description, manifest_of, plain_weights
@@ -54,13 +57,17 @@ class AnyLayoutCheckpoints(TopologyEngine):
         folder = _folder_of(load_dir, tag, "latest_universal" if self.load_universal_checkpoint() else "latest")
         if folder is None:
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        asked = Asked(*args, **kwargs)
         if self.load_universal_checkpoint():
+            if self.has_manifests:
+                universal = UniversalCheckpoint(folder, self.allowed_classes, _names_of_shared(self.module))
+                return self._load_reassembled(universal, asked, load_dir)
             share = dist.get_rank(), dist.get_world_size()
             _on_every_rank(lambda: check_universal(folder, self.allowed_classes, *share))
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         if not self.has_manifests:
             return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
-        written, asked = WrittenCheckpoint(folder, self.allowed_classes), Asked(*args, **kwargs)
+        written = WrittenCheckpoint(folder, self.allowed_classes)
         if not any(_on_every_rank(lambda: written.has_manifests)):
             _on_every_rank(lambda: self._check_own_files(folder, asked))
             return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
@@ -75,6 +82,22 @@ class AnyLayoutCheckpoints(TopologyEngine):
                 self._check_fit(written, asked)
             _on_every_rank(lambda: self._check_own_files(folder, asked, written))
             return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
+        return self._load_reassembled(written, asked, load_dir)
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's; of a PipelineModule, which it reads from files of layers, from what was put together."""
+        if self.reassembled is None or not isinstance(self.module, PipelineModule):
+            super().load_module_state_dict(checkpoint, *args, **kwargs)
+        else:
+            self.module.load_state_dict(checkpoint[MODULE], strict=kwargs.get("strict", True))
+
+    def load_universal_checkpoint(self) -> bool:
+        """Whether DeepSpeed is to read a universal checkpoint by itself."""
+        return bool(super().load_universal_checkpoint()) and self.reassembled is None
+
+    def _load_reassembled(self, written: WrittenCheckpoint, asked: Asked, load_dir: Any) -> Any:
+        """Load this rank's part of a checkpoint that another layout has written."""
+        partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
         self._check_fit(written, asked)
         message = "%s: this rank's part is taken from the files of %s ranks"
         logger().info(message, written.folder, len(written.manifests))
@@ -85,7 +108,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
             # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
             asked = asked._replace(load_optimizer_states=True)
         try:
-            return super().load_checkpoint(load_dir, tag, *asked)
+            return super().load_checkpoint(load_dir, str(written.folder.relative_to(load_dir)), *asked)
         finally:
             self.checkpoint_engine, self.reassembled = plain, None
 
@@ -207,13 +230,21 @@ class AnyLayoutCheckpoints(TopologyEngine):
 
     @property
     def has_manifests(self) -> bool:
-        """Whether the checkpoints are of one model by its names; a PipelineModule has files of layers."""
-        return not isinstance(self.module, PipelineModule)
+        """Whether it is known what weights are where in the files that this engine saves."""
+        return not isinstance(self.module, PipelineModule) or has_known_files(self.module)
 
     @property
     def optimizer_layout(self) -> OptimizerLayout | None:
         """Where the optimizer has its weights and their state; None without one, or where that is not known."""
         return layout_of_optimizer(self.optimizer, list(self.module.parameters()))
+
+
+def _names_of_shared(model: nn.Module) -> dict[str, list[str]]:
+    """For each name of a weight that has several all of them."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return {name: same for same in names.values() if len(same) > 1 for name in same}
 
 
 def _folder_of(load_dir: Any, tag: str | None, file: str) -> Path | None:

@@ -14,18 +14,28 @@ from deepspeed.accelerator import get_accelerator
 from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine
 from ds_npu.engine.checkpoints.background_saves import BackgroundSaves, BackgroundTransaction
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.engine.checkpoints.peer_copies import KEY, PeerCopies
 from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.topology.degrees import NAMES, Axis
 from ds_npu.zero_ext.method_wraps import MethodLevel
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 """Scripts that DeepSpeed adds to its checkpoints; they make one file of weights of them."""
-REFUSING_SCRIPT = """#!/usr/bin/env python
-raise SystemExit(
-    "The weights in this checkpoint are sharded over the ranks of {axes}, which DeepSpeed's script does not put "
-    "together. What to do: in a run with the same config, engine.load_checkpoint(folder) and then "
-    "engine.save_pretrained(target) or engine.whole_state_dict()."
-)
+OWN_SCRIPT = """#!/usr/bin/env python
+# Makes float32 weights of this checkpoint, whose weights are sharded over the ranks of {axes}: in place of
+# DeepSpeed's script, which does not put them together. ds_npu has to be installed; ranks and NPUs are not needed.
+import argparse
+import sys
+
+from ds_npu.cli.main import main
+
+parser = argparse.ArgumentParser()
+parser.add_argument("checkpoint_dir", help="the folder of checkpoints, or one of them")
+parser.add_argument("output_dir", help="the folder to write model.safetensors to")
+parser.add_argument("-t", "--tag", help="the checkpoint; else the newest whole one")
+given, _ = parser.parse_known_args()
+folder = given.checkpoint_dir + ("/" + given.tag if given.tag else "")
+sys.exit(main(["convert", folder, "--to", "fp32", "--out", given.output_dir]))
 """
 
 
@@ -34,6 +44,7 @@ class AtomicCheckpoints(TopologyEngine):
 
     background_saves: BackgroundSaves | None = None
     """The saves behind training; None where a save ends before its call does."""
+    peer_copies: PeerCopies | None = None
 
     def save_checkpoint(
         self,
@@ -65,6 +76,35 @@ class AtomicCheckpoints(TopologyEngine):
             if behind is None:
                 transaction.remove_unfinished()
 
+    def put_own_files(self, transaction: CheckpointTransaction, save_dir: str, tag: str) -> None:
+        """Let ``transaction`` save what this rank has in a checkpoint, without a word with other ranks."""
+        plain, self.checkpoint_engine = self.checkpoint_engine, transaction
+        try:
+            if self._optimizer_has_ckpt_event_prologue():
+                self.optimizer.checkpoint_event_prologue()
+            self._save_checkpoint(save_dir, tag, {})
+            if self.save_zero_checkpoint:
+                self._save_zero_checkpoint(save_dir, tag)
+            if self._optimizer_has_ckpt_event_epilogue():
+                self.optimizer.checkpoint_event_epilogue()
+        finally:
+            self.checkpoint_engine = plain
+
+    def copy_to_peers(self, folder: Path, steps: int) -> str:
+        """Keep copies of this rank's files in memory, and in a peer's, from now on; says so in a line.
+
+        ``steps``: the most optimizer steps that are repeated when ranks die. Raises ValueError where files are missing
+        in them. Every rank calls it.
+        """
+        if dist.get_world_size() == 1 or self.zero_nvme_offload_optimizer():
+            why = "a world of one rank" if dist.get_world_size() == 1 else "zero_optimization.offload_optimizer on NVMe"
+            raise ValueError(f"{KEY}: found {steps} beside {why}, of which no copy is made. Leave it out")
+        device_type = get_accelerator().device_name()
+        self.peer_copies = copies = PeerCopies(folder, steps, device_type, self.allowed_classes)
+        self.events.before_step(MethodLevel.SNAPSHOT, copies.before_step)
+        self.events.after_step(MethodLevel.SNAPSHOT, partial(copies.after_step, self))
+        return str(copies)
+
     def save_behind_training(self) -> None:
         """Write checkpoints on a thread from now on."""
         timeout_s = dist.distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend())).total_seconds()
@@ -78,20 +118,22 @@ class AtomicCheckpoints(TopologyEngine):
 
     def destroy(self) -> None:
         self.finish_saving()
+        if self.peer_copies is not None:
+            self.peer_copies.close()
         super().destroy()
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        copy = partial(self._refuse_recovery if self.is_sharded else super()._copy_recovery_script, save_path)
+        copy = partial(self._write_own_scripts if self.is_sharded else super()._copy_recovery_script, save_path)
         if isinstance(self.checkpoint_engine, CheckpointTransaction):
             self.checkpoint_engine.attempt(Path(save_path), copy)
         else:
             copy()
 
-    def _refuse_recovery(self, folder: str) -> None:
-        """Put scripts in DeepSpeed's place, which would put shards together in a wrong way."""
+    def _write_own_scripts(self, folder: str) -> None:
+        """Put scripts in the place of DeepSpeed's, which would put shards together in a wrong way."""
         axes: tuple[Axis, ...] = ("tp", "pp", "ep", "etp")
         found = [f"{NAMES[axis]} {self.topology.size(axis)}" for axis in axes if self.topology.size(axis) > 1]
         for name in RECOVERY_SCRIPTS:
             script = Path(folder, name)
-            script.write_text(REFUSING_SCRIPT.format(axes=f"ds_npu.parallel: {', '.join(found)}"))
+            script.write_text(OWN_SCRIPT.format(axes=f"ds_npu.parallel: {', '.join(found)}"))
             script.chmod(script.stat().st_mode | stat.S_IEXEC)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
-import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from ds_npu.engine.checkpoints.agreement import StoreAgreement
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.engine.failures.termination import TERMINATION
 from ds_npu.log import logger
 from ds_npu.memory.host_snapshot import HostSnapshot
 
@@ -59,8 +59,24 @@ class BackgroundTransaction(CheckpointTransaction):
             self.remove_unfinished()
 
 
+RUNNING: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
+"""The saves of this process\'s engines."""
+
+
+def are_saved_in(folder: Path) -> bool:
+    """Wait for saves of this process to ``folder`` or a folder in it; whether all of them are on the disk.
+
+    What they fail with the next optimizer step raises.
+    """
+    inside = [each for each in RUNNING if each.folder is not None and each.folder.is_relative_to(folder.absolute())]
+    return all(each.is_saved() for each in inside)
+
+
 class BackgroundSaves:
     """The saves of one engine that run behind its training, one at a time."""
+
+    folder: Path | None = None
+    """The folder of the checkpoint that was begun last."""
 
     def __init__(self, device_type: str, timeout_s: float) -> None:
         self.snapshot = HostSnapshot(device_type)
@@ -68,7 +84,7 @@ class BackgroundSaves:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._agreement: StoreAgreement | None = None
-        self._has_signal = False
+        RUNNING.add(self)
         atexit.register(self._end)
 
     def agreement(self) -> StoreAgreement:
@@ -80,9 +96,16 @@ class BackgroundSaves:
 
     def begin(self, folder: Path, write: Callable[[], None]) -> None:
         """Run ``write`` on a thread."""
+        self.folder = folder.absolute()
         self._thread = threading.Thread(target=self._run, args=(folder, write), name=f"saving {folder}", daemon=True)
-        self._take_signal()
+        TERMINATION.add(self._end_soon)
         self._thread.start()
+
+    def is_saved(self) -> bool:
+        """Wait until the running save has ended; whether it is on the disk."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._error is None
 
     def before_step(self) -> None:
         """Let the device keep the optimizer step behind the snapshot; raise what a save has ended with."""
@@ -95,7 +118,7 @@ class BackgroundSaves:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self._leave_signal()
+            TERMINATION.remove(self._end_soon)
         error, self._error = self._error, None
         if error is not None:
             raise RuntimeError(f"a save behind training has failed: {error}") from error
@@ -112,23 +135,8 @@ class BackgroundSaves:
         finally:
             self.snapshot.release()
 
-    def _take_signal(self) -> None:
-        """Let SIGTERM end the process when the save is on the disk, unless the script has a handler of its own."""
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._end_by_signal)
-            self._has_signal = True
-
-    def _leave_signal(self) -> None:
-        if self._has_signal and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) == self._end_by_signal:
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._has_signal = False
-
-    def _end_by_signal(self, number: int, frame: object) -> None:
+    def _end_soon(self) -> None:
         self._end(SIGNAL_WAIT_S)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
     def _end(self, longest_s: float = END_WAIT_S) -> None:
         """Wait at the end of the process; its error has nobody else to go to."""

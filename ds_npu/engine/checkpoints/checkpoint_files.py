@@ -117,9 +117,10 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
             self.failure = f"{path.name.removesuffix(UNFINISHED)}: {why_not_written(error, path, needed)}"
 
     def remove_unfinished(self) -> None:
-        """Remove what was written and got no name."""
+        """Remove what was written and got no name; a disk that has become read-only keeps it."""
         for each in self.unfinished:
-            each.unlink(missing_ok=True)
+            with suppress(OSError):
+                each.unlink(missing_ok=True)
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -184,5 +185,6 @@ class FolderLock:
 
     def release(self) -> None:
         """Remove the lock."""
-        self._path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
         os.close(self._descriptor)

@@ -54,16 +54,16 @@ class ExpertCheckpoints(TopologyEngine):
         with self._without_moe_of_deepspeed():
             return bool(super().save_checkpoint(*args, **kwargs))
 
+    def put_own_files(self, *args: Any, **kwargs: Any) -> None:
+        """This rank's files, and those of experts; every rank calls it, since loads of experts are summed."""
+        self.expert_maps = state_of_maps(self.module, self.topology)
+        with self._without_moe_of_deepspeed():
+            super().put_own_files(*args, **kwargs)
+
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
         if not self.has_experts:
             return super().load_checkpoint(*args, **kwargs)
-        if self.load_universal_checkpoint():
-            raise ValueError(
-                "checkpoint.load_universal: found true for a model with experts on the ranks of "
-                "ds_npu.parallel.expert, whose universal checkpoints this version does not read. What to do: leave "
-                "the key out; the checkpoint itself loads at any layout (docs/checkpoints.md)"
-            )
         plain = self.checkpoint_engine
         self.checkpoint_engine = Overlaid(plain, load=partial(self._load_merged, plain))
         try:

@@ -14,6 +14,7 @@ from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE
 from ds_npu.checkpoint.selection import Selection
 from ds_npu.checkpoint.written import WrittenCheckpoint
+from ds_npu.engine.checkpoints.layer_files import states_of
 from ds_npu.engine.checkpoints.weights_only import PARTITIONS
 from ds_npu.engine.checkpoints.written_files import OF_RANKS, layout_description, numel_of, partition_start
 from ds_npu.features.experts.relocation import EXPERT_MAP
@@ -86,17 +87,19 @@ class Reassembly:
 
     def _module(self) -> State:
         found = {}
-        for name, tensor in self.engine.module_state_dict().items():
+        for name, tensor in states_of(self.engine).items():
             weight = self.weights.get(name)
             if (weight is not None and self.is_partitioned) or not isinstance(tensor, torch.Tensor):
                 found[name] = tensor
             elif name in self.names:
-                found[name] = (
-                    self.written.value(name)
-                    if weight is None
-                    else self.written.value(name, self._mine(weight)).view(unpartitioned_shape(weight))
-                )
+                found[name] = self.written.value(name) if weight is None else self._weight(name, weight)
         return found
+
+    def _weight(self, name: str, weight: nn.Parameter) -> torch.Tensor:
+        """This rank's part of a weight, in the dtype that is cheapest to read."""
+        is_narrow = self.written.has_narrow(name, weight.dtype)
+        found = self.written.value(name, self._mine(weight), is_narrow=is_narrow)
+        return found.view(unpartitioned_shape(weight))
 
     def _mine(self, weight: nn.Parameter, first: int = 0, numel: int | None = None) -> Selection:
         """Elements of this rank's part of a weight."""
@@ -140,7 +143,7 @@ class Reassembly:
             if layout.values is not None:
                 flats[run.flat].view(-1)[mine] = (
                     self.written.value(name, wanted)
-                    if self.is_partitioned
+                    if self.is_partitioned or self.written.has_narrow(name, weight.dtype)
                     else found[MODULE][name].reshape(-1)[run.first : run.first + run.numel]
                 )
             for each, value in self.written.state(name, wanted).items():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.fp16 import loss_scaler
+from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -20,6 +21,7 @@ from torch import nn
 
 from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun
 from ds_npu.checkpoint.written import Plain
+from ds_npu.engine.checkpoints.layer_files import layer_positions, states_of
 from ds_npu.models.zero3 import partition, unpartitioned_shape
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.degrees import DENSE, EXPERT, NAMES
@@ -83,7 +85,7 @@ def plain_weights(engine: Any) -> dict[str, Plain]:
     """Shape and dtype in the plain model, by name, of each weight and persistent buffer on this rank."""
     weights = dict(engine.module.named_parameters(remove_duplicate=False))
     found = {}
-    for name, tensor in engine.module_state_dict().items():
+    for name, tensor in states_of(engine).items():
         weight = weights.get(name)
         if weight is not None:
             part = WrittenPart(unpartitioned_shape(weight), dict(placement_of(weight).sharded))
@@ -113,15 +115,23 @@ class _Files:
         self.of_zero = Path(engine._get_zero_ckpt_name(*where)).name if has_own else None
         self.of_experts = engine.expert_file(folder).name if engine.writes_experts else None
         self.is_partitioned = engine.zero_optimization_partition_weights()
+        self.layers = layer_positions(engine, folder) if isinstance(engine.module, PipelineModule) else None
+
+    def _position(self, name: str, file: str | None) -> tuple[str | None, tuple[str, ...]]:
+        """The file of a weight or buffer that this rank writes, and the way to it; ``file``: that of the model."""
+        if self.layers is None:
+            return file, (MODULE, name)
+        return (self.layers[name][0], (self.layers[name][1],)) if name in self.layers else (None, ())
 
     def parts(self) -> Iterator[tuple[str, WrittenPart]]:
         """Names and written parts of weights and persistent buffers."""
         names = dict(self.engine.module.named_parameters(remove_duplicate=False))
-        for name, tensor in self.engine.module_state_dict().items():
+        for name, tensor in states_of(self.engine).items():
             weight = names.get(name)
             if weight is None:
-                if isinstance(tensor, torch.Tensor) and self.of_model is not None:
-                    value = _all_of(tensor, self.of_model, (MODULE, name))
+                file, way = self._position(name, self.of_model)
+                if isinstance(tensor, torch.Tensor) and file is not None:
+                    value = _all_of(tensor, file, way)
                     yield name, WrittenPart(tuple(tensor.shape), value=value, dtype=str(tensor.dtype))
                 continue
             part = self._part(name, weight)
@@ -130,24 +140,31 @@ class _Files:
 
     def _part(self, name: str, weight: nn.Parameter) -> WrittenPart | None:
         placement = placement_of(weight)
-        file = self.of_experts if placement.is_expert and not self.is_partitioned else self.of_model
+        of_model = self.of_experts if placement.is_expert and not self.is_partitioned else self.of_model
+        file, way = self._position(name, of_model)
+        holder = file
         value = state = group = None
+        is_narrow = weight.element_size() == 2 and not self.is_partitioned and self._is_in_optimizer(weight)
+        # Below ZeRO 3 a file of the model has the weight itself, where the optimizer's has float32 masters.
+        narrow = _all_of(weight, file, way) if is_narrow and file is not None else None
         if self.layout is not None and (run := self.layout.runs.get(id(weight))) is not None:
             values, states, group = self.layout.values, self.layout.states, run.group
-            file = self.of_zero if states[0] == ZERO else file
-            if file is not None:
-                way = (MODULE, name) if values is None else (*values, *run.keys)
-                value = WrittenRun(file, way, run.start, run.first, run.numel)
-                state = WrittenRun(file, (*states, "state", run.flat), run.start, run.first, run.numel)
+            holder = self.of_zero if states[0] == ZERO else of_model
+            if values is not None and holder is not None:
+                value = WrittenRun(holder, (*values, *run.keys), run.start, run.first, run.numel)
+            elif values is None and file is not None:
+                value = _all_of(weight, file, way)
+            if holder is not None:
+                state = WrittenRun(holder, (*states, "state", run.flat), run.start, run.first, run.numel)
         elif not self._is_in_optimizer(weight) and file is not None:
-            value = self._frozen(name, weight, file)
-        if file is None:
+            value = self._frozen(name, weight, file) if partition(weight) is not None else _all_of(weight, file, way)
+        if file is None and holder is None:
             return None
         if self.leaves_out_frozen and not weight.requires_grad:
             value = None
         shape, shardings = unpartitioned_shape(weight), dict(placement.sharded)
         ranks = {axis: self.engine.topology.rank(axis) for axis in shardings}
-        return WrittenPart(shape, shardings, ranks, value, state, group if state else None, str(weight.dtype))
+        return WrittenPart(shape, shardings, ranks, value, state, group if state else None, str(weight.dtype), narrow)
 
     def _is_in_optimizer(self, weight: nn.Parameter) -> bool:
         """Whether its float32 values are in an optimizer's file, where other ranks have them."""
@@ -155,9 +172,7 @@ class _Files:
         return has_file and weight.requires_grad and numel_of(weight) > 0
 
     def _frozen(self, name: str, weight: nn.Parameter, file: str) -> WrittenRun | None:
-        held = partition(weight)
-        if held is None:
-            return _all_of(weight, file, (MODULE, name))
+        held: Any = partition(weight)
         first = partition_start(weight)
         numel = max(min(held.numel(), numel_of(weight) - first), 0)
         return WrittenRun(file, (FROZEN_PARAM_FRAGMENTS, name), 0, first, numel)

@@ -158,6 +158,17 @@ CLIENT_PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         module="transformers.trainer",
+        name="rotate_checkpoints",
+        factory="ds_npu.engine.clients.trainer:keep_whole_checkpoints",
+        parameters=("output_dir", "save_total_limit"),
+        what="with save_total_limit 1 the last whole checkpoint stays until the next one is on the disk",
+        why="it is removed when the engine's save returns, and an asynchronous one is being written then",
+        upstream="transformers/trainer.py, Trainer._save_checkpoint (5.23.0)",
+        until="transformers asks the engine whether a checkpoint is whole",
+        optional=True,
+    ),
+    Patch(
+        module="transformers.trainer",
         name="Trainer.get_total_train_batch_size",
         factory="ds_npu.engine.clients.accelerate:called_as_data_rank",
         parameters=("self", "args"),

@@ -1,4 +1,4 @@
-"""Replacements for names of the Hugging Face Trainer: checkpoints on SIGTERM, and label smoothing.
+"""Replacements for names of the Hugging Face Trainer: checkpoints, and label smoothing.
 
 Read in transformers 5.23. On SIGTERM (``enable_jit_checkpoint``) all ranks begin a checkpoint at one place: each rank
 learns of the signal by itself, at any time, and saves at the next of four places in a step (trainer_jit_checkpoint.py).
@@ -9,12 +9,14 @@ already, in accelerate's ``backward``, so that the checkpoint would name the ste
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_npu.engine.checkpoints.background_saves import are_saved_in
 from ds_npu.engine.clients.accelerate import Function, grid
 from ds_npu.features.chunked_loss.chunked_model import smoothed
 
@@ -33,6 +35,18 @@ def agree_on_saving(original: Function) -> Function:
         return original(self, args, *rest, **kwargs)
 
     return agreed
+
+
+def keep_whole_checkpoints(original: Function) -> Function:
+    """For the removal of earlier checkpoints: one that is whole is kept until a newer one is on the disk."""
+
+    @functools.wraps(original)
+    def rotate(output_dir: str, save_total_limit: int | None = None, *args: Any, **kwargs: Any) -> None:
+        # With two or more the one before is there, which every save waits for.
+        if save_total_limit != 1 or are_saved_in(Path(output_dir)):
+            original(output_dir, save_total_limit, *args, **kwargs)
+
+    return rotate
 
 
 def save_later(original: Function) -> Function:

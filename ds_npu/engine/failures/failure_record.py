@@ -6,6 +6,7 @@ The store lives in rank 0's process (under torchrun in its agent). So rank 0 lea
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
@@ -18,6 +19,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ds_npu.log import logger
 
 T = TypeVar("T")
 
@@ -159,12 +162,19 @@ class FailureRecord:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Let nothing of this process reach the screen: a store that goes meanwhile complains in C++, with a stack."""
+    """Let only ds_npu's log reach the screen: a store that goes meanwhile complains in C++, with a stack."""
     sys.stderr.flush()
     screen, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    handlers = [each for each in logger().handlers if isinstance(each, logging.StreamHandler)]
+    before = [each.stream for each in handlers]
     try:
-        os.dup2(nowhere, 2)
-        yield
+        with os.fdopen(os.dup(screen), "w") as kept:
+            for each in handlers:
+                each.setStream(kept)
+            os.dup2(nowhere, 2)
+            yield
+            for each, stream in zip(handlers, before, strict=True):
+                each.setStream(stream)
     finally:
         os.dup2(screen, 2)
         os.close(screen)

@@ -1,0 +1,122 @@
+"""One rank's files of a checkpoint as bytes in memory, and how ranks that survive write them, each by itself.
+
+The folder of a checkpoint is whole when the manifests of all ranks are in it, since each comes behind its rank's files.
+So ranks need not agree: the one that finishes last finds it whole, and lets ``latest`` name it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_npu.checkpoint.contents import fingerprint
+from ds_npu.checkpoint.digests import DigestedWriter, FileDigests, digests_of, flush_folder
+from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.manifest import manifest_path
+from ds_npu.checkpoint.wholeness import UNFINISHED
+from ds_npu.checkpoint.written import WrittenCheckpoint
+
+Bytes = bytes | bytearray
+LATEST = "latest"
+
+
+@dataclass
+class RankFiles:
+    """The files that ``rank`` has in the checkpoint ``tag``, by name; its manifest is the last one."""
+
+    tag: str
+    step: int
+    rank: int
+    files: dict[str, Bytes] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(map(len, self.files.values()))
+
+    def write(self, folder: Path) -> None:
+        """Write the files into ``folder``'s folder of the tag, the manifest last. Raises OSError."""
+        inside = folder / self.tag
+        inside.mkdir(parents=True, exist_ok=True)
+        for name, data in self.files.items():
+            unfinished = inside / f"{name}{UNFINISHED}"
+            try:
+                with DigestedWriter(unfinished) as writer:
+                    writer.write(data)
+                unfinished.replace(inside / name)
+            except OSError:
+                with suppress(OSError):
+                    unfinished.unlink()
+                raise
+        flush_folder(inside)
+
+
+def file_bytes(content: Any) -> tuple[bytes, FileDigests, str]:
+    """``content`` as torch.save writes it, with the digests of its chunks and its fingerprint."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    data = buffer.getvalue()
+    return data, digests_of(data), fingerprint(io.BytesIO(data))
+
+
+def is_whole(folder: Path, ranks: int) -> bool:
+    """Whether the manifests of all ``ranks`` are in ``folder``."""
+    return all(manifest_path(folder, rank).exists() for rank in range(ranks))
+
+
+def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Sequence[Any]) -> str | None:
+    """Let ``latest`` in ``folder`` name the newest whole one of the tags of ``steps``; None where none is whole.
+
+    ``classes``: those that files of checkpoints may hold. A checkpoint of a later step that ``latest`` names is left;
+    its tag is returned. Raises OSError.
+    """
+    with _locked(folder):
+        whole = [tag for tag in sorted(steps, key=steps.__getitem__) if is_whole(folder / tag, ranks)]
+        if not whole:
+            return None
+        named = _named(folder)
+        if named is not None and _step_of(folder / named, classes) >= steps[whole[-1]]:
+            return named
+        unfinished = folder / f"{LATEST}{UNFINISHED}"
+        with DigestedWriter(unfinished) as writer:
+            writer.write(whole[-1].encode())
+        unfinished.replace(folder / LATEST)
+        flush_folder(folder)
+        return whole[-1]
+
+
+def _named(folder: Path) -> str | None:
+    path = folder / LATEST
+    return path.read_text().strip() if path.is_file() else None
+
+
+def _step_of(folder: Path, classes: Sequence[Any]) -> int:
+    """The optimizer steps before the checkpoint in ``folder`` was saved; -1 where that cannot be read."""
+    written = WrittenCheckpoint(folder, classes)
+    try:
+        steps = written.model_state().get("global_steps", -1)
+    except (CheckpointError, OSError):
+        return -1
+    finally:
+        written.close()
+    return steps if isinstance(steps, int) else -1
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time be here, where the disk has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

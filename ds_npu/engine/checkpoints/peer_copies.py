@@ -1,0 +1,224 @@
+"""Copies of each rank's files of a checkpoint in its own and in a peer's memory (``ds_npu.checkpoint.peer_copies``).
+
+Every few optimizer steps a rank takes a snapshot of what it would save; a thread makes files of it and sends them to
+the rank that holds them. When a rank is gone, or this process ends by an error or a SIGTERM, each rank that is left
+writes its own files and those that it holds. No collective and no store is needed for that: both may hang or be gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from ds_npu.checkpoint.rank_files import RankFiles, file_bytes, name_latest
+from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.engine.checkpoints.peer_ring import PeerRing, RingMessage
+from ds_npu.engine.failures.termination import TERMINATION
+from ds_npu.log import logger
+from ds_npu.memory.host_snapshot import HostSnapshot
+
+KEY = "ds_npu.checkpoint.peer_copies"
+FILE, COMPLETE, TOKEN, WHOLE = "file", "complete", "token", "whole"
+"""Kinds of messages: one file; the end of a rank's files; a token that each rank passes on; news that all have it."""
+GONE_RANK = (
+    "%s: rank %s is gone. The other ranks write the copies in their memory, at most %s steps old, to %s. A new start "
+    "loads them; where a rank and the rank that held its copy are both gone, it loads what latest named before"
+)
+COPIED = "%s: the files of all ranks are in %s. What to do: start again with load_checkpoint(%r)"
+NOT_COPIED = (
+    "%s: the copies in the memory of this rank were not written to %s: %s. What to do: load an earlier checkpoint"
+)
+GENERATIONS = 2
+"""Copies that are kept, of which the older one is whole on all ranks."""
+
+
+class CapturedFiles(CheckpointTransaction):
+    """A transaction that keeps a snapshot of each file in memory, and writes none."""
+
+    def __init__(self, plain: TorchCheckpointEngine, snapshot: HostSnapshot) -> None:
+        super().__init__(plain, save_latest=False)
+        self._snapshot = snapshot
+        self.contents: list[tuple[Path, Any]] = []
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        pass
+
+    def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
+        """Nothing: scripts that DeepSpeed adds to a checkpoint are no part of it."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.contents.append((Path(path), self._snapshot.of(state_dict)))
+
+    def move_to(self, files: RankFiles) -> None:
+        """Make ``files`` of what was captured, the manifest last."""
+        while self.contents:
+            path, content = self.contents.pop(0)
+            name = path.name
+            files.files[name], self.digests[name], self.fingerprints[name] = file_bytes(content)
+        for path, text_of in self._last:
+            files.files[path.name] = text_of(self).encode()
+
+
+class PeerCopies:
+    """The copies of one engine's files. All ranks make it at the same time.
+
+    At most one copy is on its way. A token that goes around the ring twice says that all ranks have it: the first time
+    each rank passes it on when it has its own files and those that it holds, the second time all hear of it.
+    """
+
+    def __init__(self, folder: Path, steps: int, device_type: str, classes: Sequence[Any]) -> None:
+        """``steps``: the most optimizer steps that are repeated, 2 or more; ``classes``: those that files may hold."""
+        self._folder, self._interval = folder, steps // 2
+        self._snapshot, self._classes = HostSnapshot(device_type), classes
+        self._lock, self._saving = threading.Lock(), threading.Lock()
+        self._own: list[RankFiles] = []
+        self._held: list[RankFiles] = []
+        """Whole files of this rank, and of the rank whose holder it is: of one copy, or of two, the older one first."""
+        self._arriving: RankFiles | None = None
+        self._token, self._begun = "", ""
+        """The tags of a token that waits here, and of the last one that rank 0 has made."""
+        self._is_whole, self._is_over = threading.Event(), threading.Event()
+        self._is_whole.set()
+        self._thread: threading.Thread | None = None
+        self._ranks, self._is_closed = dist.get_world_size(), False
+        self._ring = PeerRing(self._receive, self._end_with)
+        atexit.register(self._end)
+        TERMINATION.add(self.save_all)
+
+    def __str__(self) -> str:
+        return (
+            f"checkpoints are copied every {self._interval} steps to host memory, rank {self._ring.rank}'s to that of "
+            f"rank {self._ring.holder}, too; when ranks die, {self._folder} gets them"
+        )
+
+    def before_step(self) -> None:
+        """Let the device keep the optimizer step behind the snapshot."""
+        self._snapshot.hold_back()
+
+    def after_step(self, engine: Any) -> None:
+        """Take a copy where it is time for one; the one before has to be whole by then."""
+        step = engine.global_steps
+        if step == 0 or step % self._interval:
+            return
+        while not self._is_whole.wait(0.1):
+            if self._is_over.is_set():
+                return
+        if self._thread is not None:
+            self._thread.join()
+        self._is_whole.clear()
+        files = RankFiles(f"global_step{step}_copies_{self._ring.run}", step, self._ring.rank)
+        captured = CapturedFiles(engine.checkpoint_engine, self._snapshot)
+        engine.put_own_files(captured, str(self._folder), files.tag)
+        self._snapshot.finish()
+        self._thread = threading.Thread(
+            target=self._copy, args=(captured, files), name="ds_npu peer copies", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End in order: nobody takes this rank for gone. Where another one is, what is held is saved first."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._is_over.is_set():
+            self.save_all()
+        self._is_over.set()
+        self._ring.leave()
+        TERMINATION.remove(self.save_all)
+        atexit.unregister(self._end)
+
+    def save_all(self) -> None:
+        """Write all files that this rank has, once; a copy that is known to be whole on all ranks comes first."""
+        self._is_over.set()
+        with self._saving:
+            with self._lock:
+                found, self._own, self._held = [*self._own, *self._held], [], []
+            found.sort(key=lambda each: each.step)
+            try:
+                for each in found:
+                    each.write(self._folder)
+                steps = {each.tag: each.step for each in found}
+                latest = name_latest(self._folder, steps, self._ranks, self._classes) if found else None
+            except OSError as error:
+                logger().error(NOT_COPIED, KEY, self._folder, error)
+                return
+            if latest is not None:
+                logger().error(COPIED, KEY, self._folder / latest, str(self._folder))
+
+    def _copy(self, captured: CapturedFiles, files: RankFiles) -> None:
+        self._snapshot.wait()
+        captured.move_to(files)
+        self._snapshot.release()
+        fields = {"tag": files.tag, "step": files.step, "rank": files.rank}
+        for name, data in files.files.items():
+            self._ring.send(RingMessage(FILE, {**fields, "name": name}, data))
+        self._ring.send(RingMessage(COMPLETE, fields))
+        with self._lock:
+            self._own = [*self._own, files][-GENERATIONS:]
+        self._pass_on()
+
+    def _receive(self, message: RingMessage) -> None:
+        """Take in a message of the rank whose holder this is."""
+        tag = message.fields["tag"]
+        if message.kind == TOKEN:
+            with self._lock:
+                self._token = tag
+            self._pass_on()
+        elif message.kind == WHOLE:
+            self._know_whole(tag)
+        elif message.kind == FILE:
+            if self._arriving is None or self._arriving.tag != tag:
+                self._arriving = RankFiles(tag, message.fields["step"], message.fields["rank"])
+            self._arriving.files[message.fields["name"]] = message.data
+        elif self._arriving is not None:
+            with self._lock:
+                self._held = [*self._held, self._arriving][-GENERATIONS:]
+            self._arriving = None
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Send the token on where this rank has all files of its copy; rank 0 makes it, and knows when it returns."""
+        with self._lock:
+            tag = self._own[-1].tag if self._own else ""
+            has_all = bool(tag) and bool(self._held) and self._held[-1].tag == tag
+            returned = self._ring.rank == 0 and self._token != "" and self._token == self._begun
+            is_first = self._ring.rank == 0 and has_all and self._begun != tag
+            passes = is_first or (self._ring.rank > 0 and has_all and self._token == tag)
+            if is_first:
+                self._begun = tag
+            if passes or returned:
+                self._token = ""
+        if passes:
+            self._ring.send(RingMessage(TOKEN, {"tag": tag}))
+        if returned:
+            self._know_whole(self._begun)
+
+    def _know_whole(self, tag: str) -> None:
+        """All ranks have the copy ``tag``: those before it are dropped, and the next ranks hear of it."""
+        with self._lock:
+            self._own = self._own[-1:]
+            index = next((index for index, each in enumerate(self._held) if each.tag == tag), 0)
+            self._held = self._held[index:]
+        if self._ring.holder != 0:
+            self._ring.send(RingMessage(WHOLE, {"tag": tag}))
+        self._is_whole.set()
+
+    def _end_with(self, rank: int) -> None:
+        if self._is_closed:
+            return
+        if not self._is_over.is_set() and rank == self._ring.held:
+            logger().error(GONE_RANK, KEY, rank, 2 * self._interval, self._folder)
+        self.save_all()
+
+    def _end(self) -> None:
+        """At the end of the process: in order, or by an error that nobody has caught."""
+        if getattr(sys, "last_value", None) is not None and not isinstance(sys.last_value, KeyboardInterrupt):
+            self.save_all()
+        self.close()

@@ -172,9 +172,11 @@ def _silent() -> Iterator[None]:
             for each in handlers:
                 each.setStream(kept)
             os.dup2(nowhere, 2)
-            yield
-            for each, stream in zip(handlers, before, strict=True):
-                each.setStream(stream)
+            try:
+                yield
+            finally:
+                for each, stream in zip(handlers, before, strict=True):
+                    each.setStream(stream)
     finally:
         os.dup2(screen, 2)
         os.close(screen)

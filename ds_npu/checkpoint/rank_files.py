@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -43,11 +44,17 @@ class RankFiles:
         return sum(map(len, self.files.values()))
 
     def write(self, folder: Path) -> None:
-        """Write the files into ``folder``'s folder of the tag, the manifest last. Raises OSError."""
-        inside = folder / self.tag
+        """Write the files into ``folder``'s folder of the tag, the manifest last. Raises OSError.
+
+        The rank itself and the rank that holds its copy may both do so: nothing is done where the manifest is there,
+        and unfinished files have names of their own.
+        """
+        inside, own = folder / self.tag, secrets.token_hex(4)
         inside.mkdir(parents=True, exist_ok=True)
+        if manifest_path(inside, self.rank).exists():
+            return
         for name, data in self.files.items():
-            unfinished = inside / f"{name}{UNFINISHED}"
+            unfinished = inside / f"{name}.{own}{UNFINISHED}"
             try:
                 with DigestedWriter(unfinished) as writer:
                     writer.write(data)

@@ -38,10 +38,8 @@ MODELS = {
         r"LlamaForSequenceClassification has the loss ForSequenceClassificationLoss.* give it no labels",
     ),
     "recurrent layers": (
-        lambda: transformers.Qwen3NextForCausalLM(
-            transformers.Qwen3NextConfig(**LLAMA, layer_types=["linear_attention", "full_attention"])
-        ),
-        "has linear_attention, model.layers.0.linear_attn.conv1d; a sequence can be sharded only where",
+        lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**SMALL)),
+        r"has layers.0.mixer \(MambaMixer\), which is Mamba, whose states ds_npu does not compute",
     ),
     "an encoder and a decoder": (
         lambda: transformers.BartForConditionalGeneration(

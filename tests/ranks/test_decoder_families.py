@@ -25,10 +25,11 @@ CASES: list[tuple[str, str, dict[str, str], str]] = [
     # Makes a mask of a window of 0, which no layer uses.
     ("qwen2_moe", "context", {}, EXACT),
     # The reason comes first, not a list of roles.
-    ("mamba", "context", {}, f"refused: ds_npu.parallel.context: MambaForCausalLM has {STATE}"),
-    ("jamba", "context", {}, f"refused: ds_npu.parallel.context: JambaForCausalLM has {STATE}"),
+    ("mamba", "context", {}, "refused: ds_npu.parallel.context: MambaForCausalLM has layers.0.mixer (MambaMixer)"),
+    ("jamba", "context", {}, "refused: ds_npu.parallel.context: JambaForCausalLM has layers.0.mamba (JambaMamba"),
     ("rwkv", "context", {}, f"refused: ds_npu.parallel.context: RwkvForCausalLM has {STATE}"),
-    ("llama4", "context", {}, "refused: ds_npu.parallel.context: Llama4ForCausalLM has chunked_attention"),
+    ("llama4_text", "context", {}, EXACT),
+    ("longcat_flash", "context", {}, EXACT),
     ("minimax", "context", {}, "refused: ds_npu.parallel.context: MiniMaxForCausalLM has linear_attention"),
     ("bloom", "context", {}, "refused: BloomForCausalLM computes its attention itself"),
     ("doge", "context", {}, "refused: ds_npu.parallel.context: DogeForCausalLM has no stack of blocks"),
@@ -39,6 +40,9 @@ CASES: list[tuple[str, str, dict[str, str], str]] = [
     ("bloom", "tensor", {}, EXACT),
     ("bloom", "sequence", {}, EXACT),
     ("mpt", "tensor", {}, EXACT),
+    # Mamba 2 with one group, beside attention, and short convolutions.
+    ("falcon_h1", "sequence", {}, EXACT),
+    ("lfm2", "sequence", {}, EXACT),
     # Attention that is given three hidden states.
     ("ctrl", "tensor", {}, EXACT),
     ("ctrl", "sequence", {}, EXACT),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import socket
-import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from ranks import _start_forkserver
+
 SCRIPT = Path(__file__).with_name("copied_script.py")
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 200
+LIMIT_S = 150.0
 
 
 @dataclass(frozen=True)
@@ -38,28 +44,42 @@ def free_port() -> int:
 
 def run(ranks: int, folder: Path, steps: int, section: dict, victims: tuple[int, ...] = (), death: int = -1) -> Run:
     """Train to ``steps``; ``victims`` are killed where ``death`` steps are done."""
-    port, started = free_port(), []
-    names = ",".join(map(str, victims)) or "none"
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), names, str(death), str(steps)]
-    for rank in range(ranks):
-        mine = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "MASTER_ADDR": "127.0.0.1"}
-        mine |= {"MASTER_PORT": f"{port}", "PYTHONPATH": f"{ROOT}:{SCRIPT.parent}", "DS_ACCELERATOR": "cpu"}
-        mine |= {"TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
-        started.append(
-            subprocess.Popen(
-                [*command, json.dumps(section)],
-                env=os.environ | mine,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        screens = [each.communicate(timeout=LIMIT_S)[0] for each in started]
-    finally:
+    _start_forkserver()
+    port, context = free_port(), multiprocessing.get_context("forkserver")
+    given = [str(folder), ",".join(map(str, victims)) or "none", str(death), str(steps), json.dumps(section)]
+    with tempfile.TemporaryDirectory() as screens:
+        started = [
+            context.Process(target=_life, args=(rank, ranks, port, given, f"{screens}/{rank}")) for rank in range(ranks)
+        ]
+        for each in started:
+            each.start()
+        ends = time.monotonic() + LIMIT_S
+        for each in started:
+            each.join(max(ends - time.monotonic(), 0.0))
+        hang = [rank for rank, each in enumerate(started) if each.is_alive()]
         for each in started:
             each.kill()
-            each.wait()
-    codes = [each.returncode for each in started]
-    assert all(codes[rank] == -signal.SIGKILL for rank in victims), screens
-    return Run(screens, codes)
+            each.join()
+        found = [Path(screens, f"{rank}").read_text() for rank in range(ranks)]
+    assert not hang, (hang, found)
+    codes = [int(each.exitcode) for each in started]
+    assert all(codes[rank] == -signal.SIGKILL for rank in victims), found
+    return Run(found, codes)
+
+
+def _life(rank: int, ranks: int, port: int, given: list[str], screen: str) -> None:
+    """The life of a process that a launcher starts: the script, what ends it, and what is done at its exit."""
+    os.dup2(os.open(screen, os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(1, 2)
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in world.items()}, MASTER_ADDR="127.0.0.1")
+    sys.argv, code = [str(SCRIPT), *given], 0
+    torch.set_num_threads(1)
+    try:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    except BaseException as error:
+        sys.last_value, code = error, 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)

@@ -29,11 +29,6 @@ Say in the DeepSpeed config what they are, as in
 * stands for any part of a name, ** for any number of parts; the last glob that matches decides. {"**": "replicated"}
 shards nothing, on purpose: the ranks are replicas. Roles: %s"""
 
-OPENING = (
-    *(Role.COLUMN, Role.GATE, Role.UP, Role.GATE_UP, Role.VALUE, Role.QUERY_KEY_VALUE, Role.QUERY_KEY_VALUE_BY_GROUP),
-    *(Role.LATENT_KEY_VALUE, Role.LINEAR_ATTENTION_INPUT),
-)
-"""Roles of linears whose outputs are other columns on each rank."""
 Fault = tuple[str, str]
 """A module's name, and what is wrong with it."""
 
@@ -149,8 +144,6 @@ def _misplaced(plan: ModelPlan) -> Iterator[Fault]:
             yield name, f"{role} is for a module inside of one whose role is {' or '.join(PARENT[role])}"
         elif role in (Role.LORA_A, Role.LORA_B) and plan.adapted(name) is None:
             yield name, f"{role} is for what PEFT adds to a layer, which it calls {names.BASE_LAYER}"
-        elif role is Role.ROW and not any(plan.block(name) == plan.block(each) for each in plan.named(*OPENING)):
-            yield name, f"{role} closes a region in which ranks hold other columns, and no {Role.COLUMN} opens one here"
 
 
 def _linears(modules: dict[str, nn.Module], plan: ModelPlan, leave_out: Collection[str]) -> Mapping[str, Linears]:

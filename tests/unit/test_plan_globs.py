@@ -382,13 +382,6 @@ KINDS = {
 }
 
 
-def test_a_row_needs_what_opens_its_region():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    (problem,) = refused(model, {"0": "replicated", "1": "row"}).problems
-    assert problem.startswith("1 (Linear") and "no column opens one here" in problem
-    assert plan_for(model, {"0": "column", "1": "row"}).of("1") is Role.ROW
-
-
 @pytest.mark.parametrize("role", list(Role), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_which_roles_a_module_can_have(kind, role):
@@ -396,13 +389,12 @@ def test_which_roles_a_module_can_have(kind, role):
     linears = {"query", "key", "value", "query_key_value", "attention_output", "latent", "latent_query", "gate", "up"}
     linears |= {"latent_key_value", "gate_up", "down", "query_key_value_by_group", "attention_gate"}
     able = set(able.split()) | (linears if kind == "linear" else set())
-    model = make()
-    has_weights = bool(list(model.parameters()))
-    # Inside of an attention, an MLP and a MoE, beside a column, so that only the module itself decides.
-    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(model, nn.Linear(8, 8)))))
-    globs = {"0": "attention", "0.0": "mlp", "0.0.0": "moe", "0.0.0.0": role.value, "0.0.0.1": "column"}
+    model = nn.Sequential(make())
+    # Inside of an attention, an MLP and a MoE, so that only the module itself decides.
+    model = nn.Sequential(nn.Sequential(nn.Sequential(model)))
+    globs = {"0": "attention", "0.0": "mlp", "0.0.0": "moe", "0.0.0.0": role.value}
     if role in able:
-        trained = role in STRUCTURAL or has_weights
+        trained = role in STRUCTURAL or bool(list(model.parameters()))
         assert plan_for(model, globs).of("0.0.0.0") is (role if trained else None)
     else:
         (problem, *_) = refused(model, globs).problems

@@ -60,6 +60,20 @@ def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None
                 f"{plan.roles[region]}, where each tensor rank has heads or columns of its own. What to do: give "
                 f"{names.generic(region)} the role {Role.REPLICATED} in ds_npu.plan, which holds for all in it"
             )
+    for name in plan.named(*REGION_ROLES):
+        held = plan.inside(name, Role.BLOCK, *REGION_ROLES)
+        if held:
+            raise ValueError(
+                f"{plan.model}: {name} has the role {plan.roles[name]}, in which each tensor rank has heads or columns "
+                f"of its own, and it holds {held[0]} ({plan.roles[held[0]]}), which is given whole hidden states. What "
+                f"to do: leave {names.generic(name)} out of ds_npu.plan, or give it the role replicated"
+            )
+    rows = plan.named(*ROW_ROLES)
+    if rows and set(plan.named(*SHARDED_IN_REGIONS)) <= set(rows):
+        raise ValueError(
+            f"{plan.model}: {rows[0]} is {plan.roles[rows[0]]}, over columns of which each tensor rank has some, and "
+            "nothing makes them. What to do: give the linear that does the role column, or this one replicated"
+        )
     outside = [f"{name} ({plan.roles[name]})" for name in plan.named(*SHARDED_IN_REGIONS) if plan.block(name) is None]
     if axis.sequence_parallel and outside:
         more = " ..." if len(outside) > 4 else ""

@@ -20,7 +20,7 @@ from ds_npu.features.declaration import Change
 from ds_npu.features.tensor_parallel.regions import wrap
 from ds_npu.features.tensor_parallel.role_shards import RoleShards
 from ds_npu.features.tensor_parallel.shared_states import shared_states_of, why_not_shared
-from ds_npu.models import kinds
+from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, attributes, set_attribute
 from ds_npu.models.linear_attention import CONVOLUTIONS, NORMS, LinearAttention, linear_attention_of, part_of
 from ds_npu.models.plan import ModelPlan
@@ -117,6 +117,9 @@ def check_layers(model: str, layers: Mapping[str, nn.Module], size: int) -> None
 
 
 def _why(layer: nn.Module, size: int) -> Iterator[str]:
+    adapted = [part for part, each in layer.named_children() if names.BASE_LAYER in dict(each.named_children())]
+    if adapted:
+        yield f"its {', '.join(adapted)} have adapters (PEFT), which are sharded in other layers only"
     if linear_attention_of(layer) is LinearAttention.MAMBA_2:
         yield from why_not_shared(layer, size)
     elif units(layer, size) < size:

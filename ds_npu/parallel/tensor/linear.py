@@ -279,7 +279,8 @@ class Projections:
     def stacked(self, x: RegionInput) -> torch.Tensor:
         """The outputs of all layers in one tensor, [n, B, S, N]."""
         (outputs,) = column_outputs(self.layers, x.source, stacked=True)
-        return outputs.narrow(1 + SEQUENCE_DIM, 0, x.shape[SEQUENCE_DIM])
+        # Shared experts may be given tokens [T, H], which have no sequence to be padded.
+        return outputs if x.dim() < 3 else outputs.narrow(1 + SEQUENCE_DIM, 0, x.shape[SEQUENCE_DIM])
 
 
 def stacked_outputs(layers: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:

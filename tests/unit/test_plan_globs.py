@@ -13,16 +13,14 @@ from ds_npu.models.globs import plan_for
 from ds_npu.models.names import abbreviated, matches, suggestion
 from ds_npu.models.plan import AttentionShape, PlanError
 
+KNOWN = "linear_attention, linear_attention_input, linear_attention_output, linear_attention_part, "
 ROLES = (
-    "block, attention, query, key, value, query_key_value, query_key_value_by_group, attention_gate, "
-    "attention_output, latent, latent_query, latent_key_value, linear_attention, linear_attention_input, "
-    "linear_attention_output, linear_attention_part, head_norm, indexer, sharded_norm, pointwise, mlp, gate, "
-    "up, gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, "
-    "row, replicated, lora_a, lora_b"
+    "block, attention, query, key, value, query_key_value, query_key_value_by_group, attention_gate, attention_output, "
+    f"latent, latent_query, latent_key_value, {KNOWN}head_norm, indexer, sharded_norm, pointwise, mlp, gate, up, "
+    "gate_up, down, moe, router, experts, norm, final_norm, rotary, embedding, position_embedding, head, column, row, "
+    "replicated, lora_a, lora_b"
 )
-OWN_ROLES = ROLES.replace(
-    "linear_attention, linear_attention_input, linear_attention_output, linear_attention_part, ", ""
-)
+OWN_ROLES = ROLES.replace(KNOWN, "")
 
 
 class Attention(nn.Module):

@@ -72,6 +72,8 @@ class BucketMemory:
         """Buckets of each span in use that are not sent."""
         self._streams: dict[Key, set[Any]] = {}
         """The streams that write to each."""
+        self._given: dict[Key, set[int]] = {}
+        """The first elements of the homes in each that were given."""
 
     def spans(self) -> Iterator[torch.Tensor]:
         """The memory in use."""
@@ -85,12 +87,18 @@ class BucketMemory:
     def home(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory [the weight's shape] for a gradient of ``dtype``; None where its buckets cannot hold it as it is.
 
-        The current stream may write to it, before the buckets are sent.
+        The current stream may write to it, before the buckets are sent. It is given once: a gradient in it may be set
+        apart for a while (a pipeline's of the batches before), and the next is not written over it.
         """
         if id(weight) not in self._homes or dtype != self._dtype():
             return None
-        index, span, start, shape = self._homes[id(weight)]
-        return self._span((index, span))[start : start + shape.numel()].view(shape)
+        index, number, start, shape = self._homes[id(weight)]
+        span = self._span((index, number))
+        given = self._given.setdefault((index, number), set())
+        if start in given:
+            return None
+        given.add(start)
+        return span[start : start + shape.numel()].view(shape)
 
     def is_home(self, weight: nn.Parameter, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is the memory of its weight's home."""
@@ -107,7 +115,7 @@ class BucketMemory:
             get_accelerator().current_stream().wait_stream(stream)
         self._unsent[span] -= 1
         if not self._unsent[span]:
-            for kept in (self._spans, self._unsent, self._streams):
+            for kept in (self._spans, self._unsent, self._streams, self._given):
                 kept.pop(span, None)
         return bucket
 

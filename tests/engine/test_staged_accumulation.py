@@ -5,7 +5,7 @@ from __future__ import annotations
 import accumulations
 import pytest
 import torch
-from pipeline_rule import EXACT, SINGLE
+from pipeline_rule import EXACT, SINGLE, hold_all
 from ranks import run_on_ranks
 
 BFLOAT16 = 2e-2
@@ -34,3 +34,8 @@ def test_every_way():
 @pytest.mark.slow
 def test_every_way_with_data_ranks():
     run_on_ranks(4, every_way, ("zb_h1", "1f1b"))
+
+
+def test_gradients_where_they_are_sent_from():
+    """Buckets of ZeRO hold what is accumulated, while the next batch is computed."""
+    run_on_ranks(4, hold_all, "llama", (1, 2), [section("1f1b"), section("zb_v")], {})

@@ -98,7 +98,11 @@ def outcome(kind: str, setting: Setting, plan: dict[str, str] | None = None) -> 
         return f"not built: one process: {told(error)}"
     section = setting.section | ({"plan": plan} if plan else {})
     config = rule.config(setting.zero, torch.float64, {}, stage3_param_persistence_threshold=0)
-    config |= {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": 1, "ds_npu": section}
+    config |= {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": 1,
+        "ds_npu": rule.ON_NPUS | section,
+    }
     config["gradient_clipping"] = 0.0
     model = families.made(kind)
     try:

@@ -64,6 +64,10 @@ def reference(count: int, model: nn.Module, compute: torch.dtype = torch.float64
     return Reference(loss.item(), gradients, norm.item(), weights)
 
 
+ON_NPUS = {"fused_ops": {"matmul_accumulate": True}}
+"""What is on by default on NPUs, and off on the CPU, where float64 tells whether it is exact."""
+
+
 def config(stage: int, dtype: torch.dtype, parallel: dict[str, int], **zero: object) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": MICRO,

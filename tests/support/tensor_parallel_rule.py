@@ -52,7 +52,7 @@ def reference(
 
 def config(stage: int, dtype: torch.dtype, section: dict[str, object]) -> dict[str, object]:
     usual = rule.config(stage, dtype, {}, stage3_param_persistence_threshold=0)
-    return usual | {"ds_npu": section}
+    return usual | {"ds_npu": rule.ON_NPUS | section}
 
 
 @dataclass(frozen=True)

@@ -61,3 +61,15 @@ def test_a_span_is_kept_until_its_last_bucket_is_sent_and_made_anew(group):
     memory.take((0, buckets[-1]))
     assert not memory.is_home(weight, home)
     assert memory.home(weight, torch.float32).data_ptr() != home.data_ptr()
+
+
+def test_a_home_is_given_once_before_it_is_sent(group):
+    """The gradient in it may be set apart while the next one is computed."""
+    memory = BucketMemory({0: group}, lambda: torch.float32, lambda: None)
+    first, second = group.weights[0], group.weights[1]
+    assert memory.home(first, torch.float32) is not None
+    assert memory.home(first, torch.float32) is None
+    assert memory.home(second, torch.float32) is not None
+    for index in range(len(group.plan.buckets)):
+        memory.take((0, index))
+    assert memory.home(first, torch.float32) is not None

@@ -8,12 +8,13 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-import gradient_rule as rule
 import pytest
 import tiny_models
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
+from small_engines import engine_of, llama
+from small_engines import step as take_step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_npu.log import logger
@@ -39,18 +40,8 @@ class Products(TorchDispatchMode):
 
 def train(folder: str, section: dict, stage: int) -> None:
     """Train four steps, in which rank 1 computes COUNT more products; steps 1 and 2 are profiled on both ranks."""
-    import deepspeed
-
-    rule.without_extension()
-    model = tiny_models.tiny("llama", torch.float32)
     profile = {"steps": [1, 2], "ranks": "all", "folder": folder}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "ds_npu": {**section, "profile": profile},
-    }
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = engine_of(llama(), {**section, "profile": profile}, stage)
     square = torch.ones(WIDTH, WIDTH, device=engine.device)
     for step in range(4):
         ids = tiny_models.tokens(2, 8).to(engine.device)
@@ -104,17 +95,9 @@ def test_the_slower_npu_is_named(tmp_path, axis, section, stage):
 
 
 def beside_the_scripts_profiler(folder: str) -> None:
-    import deepspeed
     import torch_npu
 
-    rule.without_extension()
-    model = tiny_models.tiny("llama", torch.float32)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "ds_npu": {"profile": {"steps": [0, 0], "folder": f"{folder}/own"}},
-    }
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = engine_of(llama(), {"profile": {"steps": [0, 0], "folder": f"{folder}/own"}})
     handler = torch_npu.profiler.tensorboard_trace_handler(f"{folder}/script", analyse_flag=False)
     ids = tiny_models.tokens(2, 8).to(engine.device)
     refused = pytest.raises(RuntimeError, match="another profiler runs already")
@@ -129,16 +112,7 @@ def test_the_scripts_own_profiler_is_left_alone(tmp_path):
 
 def without_room(folder: str) -> None:
     """Profile where no file may have more than 16 KiB: the run goes on, and one error names rank and folder."""
-    import deepspeed
-
-    rule.without_extension()
-    model = tiny_models.tiny("llama", torch.float32)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "ds_npu": {"profile": {"steps": [1, 1], "folder": folder}},
-    }
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = engine_of(llama(), {"profile": {"steps": [1, 1], "folder": folder}})
     ids = tiny_models.tokens(2, 8).to(engine.device)
     said: list[str] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -146,8 +120,7 @@ def without_room(folder: str) -> None:
         for step in range(4):
             if step == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, limits[1]))
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            engine.step()
+            take_step(engine, ids)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(said) == 1 and f"no profile of rank 0: {folder}/rank0_" in said[0], said
     assert "MiB are free there. What to do: name another folder" in said[0], said

@@ -91,7 +91,11 @@ def drawn(number: int, dtypes: tuple[torch.dtype, ...]) -> Drawn:
         if list(broken_rules(DsNpuConfig.model_validate(section), frozenset())):
             continue
         stage = chance.choice((0, 1, 1, 2) if "pipeline" in parallel else (0, 1, 2, 3))
-        return Drawn(family, stage, chance.choice(dtypes), section)
+        dtype = chance.choice(dtypes)
+        # In bf16 a few tokens go to other experts than in float64, which hides all else.
+        return Drawn(
+            family, stage, torch.float32 if family in OF_EXPERTS and dtype == torch.bfloat16 else dtype, section
+        )
 
 
 def hold(case: Drawn, device: str) -> None:

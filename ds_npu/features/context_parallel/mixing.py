@@ -15,7 +15,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, has_attribute
-from ds_npu.models.hugging_face_model import HuggingFaceModel, settings
+from ds_npu.models.hugging_face_model import HuggingFaceModel, decoder_of, settings
 from ds_npu.models.linear_attention import linear_attentions, misfits
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
@@ -79,12 +79,6 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
                 "itself; a sequence can be sharded only where nothing but attention goes from token to token. What to "
                 "do: if this does not either, give it a role that says so (column, mlp, norm ...) in ds_npu.plan"
             )
-
-
-def decoder_of(inner: HuggingFaceModel) -> nn.Module:
-    """The decoder of ``inner``; itself where what it calls so holds no blocks (ModernBERT's decoder is its head)."""
-    stated = inner.get_decoder()
-    return stated if any(isinstance(each, nn.ModuleList) for each in stated.modules()) else inner
 
 
 def attentions_of(inner: HuggingFaceModel) -> dict[str, nn.Module]:

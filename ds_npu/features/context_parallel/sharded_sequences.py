@@ -33,7 +33,7 @@ from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import Implementation, check_exchangeable, use_attention
 from ds_npu.models.attributes import attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_copies
-from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
+from ds_npu.models.hugging_face_model import HuggingFaceModel, decoder_of, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.linear_attention import linear_attentions
 from ds_npu.models.plan import ModelPlan
@@ -108,7 +108,7 @@ class _SequenceSharder:
             yield Change("hooks", name, "its output starts the exchange of values")
         if shifts(inner, *DIVIDED_BY) is not None:
             yield Change("links", self.names[inner], "this rank's share of the loss", level=LossLevel.SHARE)
-        decoder = inner.get_decoder()
+        decoder = decoder_of(inner)
         yield self._wrap(decoder, "router logits of all tokens", partial(gather_router_logits, decoder, running_batch))
         yield self._wrap(inner, "shards the batch", self._shard_batches)
         make = partial(wrap_forward, inner, partial(attention.checked, inner), Level.SEQUENCE)

@@ -29,6 +29,7 @@ BY_HEAD = {"sinks", "gate_bias"}
 """Parameters of an attention that are alike for all tokens: one number for each head."""
 NOISE = "neftune_noise_alpha"
 """The attribute of an embedding that transformers' NEFTune adds noise to (integrations/neftune.py)."""
+WAY_OUT = "What to do: ds_npu.parallel.context 1"
 MAY_MIX = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
 """Roles that do not say that a module computes each token by itself."""
 
@@ -40,7 +41,7 @@ def check_settings(inner: HuggingFaceModel) -> None:
         raise ValueError(
             f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be sharded only "
             "where nothing but full, sliding-window or chunked attention, or linear attention of a known kind, goes "
-            "from token to token"
+            f"from token to token. {WAY_OUT}"
         )
 
 
@@ -64,11 +65,13 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
     linear = linear_attentions(decoder)
     for name, layer in linear.items():
         for why in misfits(layer):
-            raise ValueError(f"{who} has {name} ({type(layer).__name__}), which {why}")
+            raise ValueError(f"{who} has {name} ({type(layer).__name__}), which {why}. {WAY_OUT}")
     attentions = attentions_of(inner) | linear
     blocks = _blocks(decoder, attentions)
     if not blocks:
-        raise ValueError(f"{who} has no stack of blocks with an attention in each that transformers can exchange")
+        raise ValueError(
+            f"{who} has no stack of blocks with an attention in each that transformers can exchange. {WAY_OUT}"
+        )
     around = {outer for block in blocks for outer in names.ancestors(block)}
     for name, module in decoder.named_modules():
         inside = any(names.is_inside(name, layer) for layer in linear)

@@ -23,7 +23,13 @@ from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, A
 from ds_npu.features.context_parallel.forward import SequenceShardForward
 from ds_npu.features.context_parallel.linear_attention_layers import scan_states
 from ds_npu.features.context_parallel.loss import DIVIDED_BY, LossShare
-from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_noise, check_settings
+from ds_npu.features.context_parallel.mixing import (
+    WAY_OUT,
+    attentions_of,
+    check_mixing,
+    check_noise,
+    check_settings,
+)
 from ds_npu.features.context_parallel.sharded_attention import SequenceShardAttention
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
@@ -172,7 +178,10 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     shifts(inner, *DIVIDED_BY)
     check_settings(inner)
     check_noise(inner)
-    check_exchangeable(inner)
+    try:
+        check_exchangeable(inner)
+    except ValueError as error:
+        raise ValueError(f"ds_npu.parallel.context: {error}. {WAY_OUT}") from error
     check_mixing(inner, {module: plan.roles[name] for name, module in model.named_modules() if name in plan.roles})
     takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
     if attentions_of(inner) and not takes_positions:

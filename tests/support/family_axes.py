@@ -214,13 +214,8 @@ def unsharded(model: nn.Module) -> set[str]:
         for block in stack:
             for name, part in block.named_children():
                 # A few columns of a linear that stands in the block itself (Gemma 4) are no attention and no MLP.
-                matrices = [] if type(part) is nn.Linear else [each for each in part.parameters() if each.dim() > 1]
-                # A few columns of a linear that stands in the block itself (Gemma 4) are no attention and no MLP.
-                if (
-                    type(part) is not nn.Linear
-                    and matrices
-                    and not any("tp" in placement_of(each).sharded for each in matrices)
-                ):
+                matrices = [] if isinstance(part, nn.Linear) else [each for each in part.parameters() if each.dim() > 1]
+                if matrices and not any("tp" in placement_of(each).sharded for each in matrices):
                     left.add(names.generic(f"{name} ({type(part).__name__})"))
         break
     return left

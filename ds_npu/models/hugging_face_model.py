@@ -104,6 +104,12 @@ def outermost_hugging_face_models(model: nn.Module) -> list[HuggingFaceModel]:
     return list(found.values())
 
 
+def decoder_of(inner: HuggingFaceModel) -> nn.Module:
+    """The decoder of ``inner``; itself where what it calls so holds no blocks (ModernBERT's decoder is its head)."""
+    stated = inner.get_decoder()
+    return stated if any(isinstance(each, nn.ModuleList) for each in stated.modules()) else inner
+
+
 def transformers_module(name: str) -> ModuleType:
     """The module ``transformers.<name>``, imported where a model of transformers shows that it is there."""
     return importlib.import_module(f"transformers.{name}")

@@ -32,19 +32,6 @@ def step(family: str, section: dict, stage: int, fused_calls: int, changes: dict
     assert len(calls) == fused_calls, len(calls)
 
 
-FAMILIES = (
-    *("qwen3_next", "llama", "mixtral", "deepseek_v3"),
-    *("qwen2", "qwen3", "qwen3_moe", "qwen3_5", "gpt_oss", "gemma2", "phi3", "glm4_moe", "mamba2", "bamba", "lfm2"),
-)
-
-
-@pytest.mark.slow
-@pytest.mark.matrix(corners=2, drawn=1)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step(family):
-    run_on_ranks(2, step, family, {"parallel": {"tensor": 2}}, 1, 0, {}, backend="hccl", sets_device=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_with_sequence_parallelism(stage):

@@ -13,7 +13,10 @@ from ds_npu.models.globs import partial_plan_for
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
 
-PASSING = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2", "lfm2", "falcon_h1", "llama4_text")
+PASSING = (
+    *("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2", "lfm2", "falcon_h1", "llama4_text"),
+    "modernbert-decoder",
+)
 EVERYTHING_LARGE = 200
 
 

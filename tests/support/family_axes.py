@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import tempfile
@@ -36,11 +37,18 @@ DEADLINE_S = 150.0
 
 @dataclass(frozen=True)
 class Setting:
-    """A section of a config, the ranks that it needs, and ZeRO's stage."""
+    """A section of a config, the ranks that it needs, ZeRO's stage, and batches of a step on each data rank."""
 
     section: dict[str, Any] = field(default_factory=dict)
     ranks: int = 2
     zero: int = 0
+    accumulation: int = 1
+
+    @property
+    def data(self) -> int:
+        """The ranks that have other batches."""
+        parallel = self.section["parallel"]
+        return self.ranks // math.prod(parallel.get(axis, 1) for axis in ("tensor", "context", "pipeline"))
 
 
 AXES = {
@@ -59,6 +67,9 @@ FURTHER = {
     "context, ZeRO 3": Setting({"parallel": {"context": 2}}, zero=3),
     "tensor and context": Setting({"parallel": {"tensor": 2, "context": 2}}, ranks=4),
     "stages, ZeRO 1": Setting({"parallel": {"pipeline": 2}, "pipeline": {"micro_batches": 2}}, zero=1),
+    "stages, data, ZeRO 1": Setting(
+        {"parallel": {"pipeline": 2}, "pipeline": {"micro_batches": 2}}, ranks=4, zero=1, accumulation=2
+    ),
     "experts": Setting({"parallel": {"expert": 2}}),
 }
 SETTINGS = AXES | FURTHER
@@ -66,7 +77,7 @@ ON = {
     **dict.fromkeys(("sequence", "tensor, ZeRO 1", "tensor, ZeRO 3"), ("tensor",)),
     **dict.fromkeys(("ring", "ulysses", "context, ZeRO 3"), ("context",)),
     "tensor and context": ("tensor", "context"),
-    "stages, ZeRO 1": ("stages",),
+    **dict.fromkeys(("stages, ZeRO 1", "stages, data, ZeRO 1"), ("stages",)),
     "experts": (),
 }
 """The axes that a further setting is one of: a family with yes for each of them has to be right with it, too."""
@@ -89,18 +100,18 @@ def outcome(kind: str, setting: Setting, plan: dict[str, str] | None = None) -> 
     import deepspeed
 
     rule.without_extension()
-    ids = tiny_models.tokens(SAMPLES, LENGTH)
-    given = {"input_ids": ids, "labels": ids}
+    batches = tiny_models.tokens(SAMPLES * setting.data * setting.accumulation, LENGTH).split(SAMPLES)
+    given = [{"input_ids": ids, "labels": ids} for ids in batches]
     plain = families.made(kind)
     try:
-        expected = families.step(plain, given)
+        expected = one_process(plain, given)
     except Exception as error:
         return f"not built: one process: {told(error)}"
     section = setting.section | ({"plan": plan} if plan else {})
     config = rule.config(setting.zero, torch.float64, {}, stage3_param_persistence_threshold=0)
     config |= {
         "train_micro_batch_size_per_gpu": SAMPLES,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": setting.accumulation,
         "ds_npu": rule.ON_NPUS | section,
     }
     config["gradient_clipping"] = 0.0
@@ -109,21 +120,29 @@ def outcome(kind: str, setting: Setting, plan: dict[str, str] | None = None) -> 
         engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     except Exception as error:
         return refused(error, "")
-    return compared(engine, given, plain, expected)
+    rank = engine.topology.rank("dp")
+    mine = given[rank * setting.accumulation : (rank + 1) * setting.accumulation]
+    return compared(engine, mine, plain, expected[rank * setting.accumulation : (rank + 1) * setting.accumulation])
 
 
-def compared(engine: Any, given: dict[str, torch.Tensor], plain: nn.Module, expected: float) -> str:
-    """The loss and the gradients of ``engine`` against those of ``plain``, which has done its backward."""
+def one_process(plain: nn.Module, given: list[dict[str, torch.Tensor]]) -> list[float]:
+    """The loss of each batch; ``plain`` gets the mean of their gradients."""
+    losses = [families.step(plain, batch) for batch in given]
+    for weight in plain.parameters():
+        if weight.grad is not None:
+            weight.grad /= len(given)
+    return losses
+
+
+def compared(engine: Any, given: list[dict[str, torch.Tensor]], plain: nn.Module, expected: list[float]) -> str:
+    """The losses and the gradients of ``engine`` against those of ``plain``, which has done its backward."""
     model, topology = engine.module, engine.topology
+    losses = []
     try:
-        try:
-            loss = forward(engine, given)
-        except ValueError as error:
-            if "What to do: give it position_ids" not in str(error):
-                raise
-            loss = forward(engine, given | {"position_ids": torch.arange(LENGTH).expand(SAMPLES, -1)})
-        with tiny_models.Float64():
-            engine.backward(loss)
+        for index, batch in enumerate(given):
+            losses.append(backward(engine, batch))
+            if index < len(given) - 1:
+                engine.step()
     except Exception as error:
         return refused(error, "at the first step, ")
     gradients = rule.reduced_gradients(engine, model)
@@ -132,7 +151,7 @@ def compared(engine: Any, given: dict[str, torch.Tensor], plain: nn.Module, expe
     every: list[Any] = [None] * topology.size("pp")
     dist.all_gather_object(every, whole, group=topology.group("pp"))
     whole = {name: value for each in every for name, value in each.items()}
-    problems = list(differences(plain, whole, float(loss.detach()), expected))
+    problems = list(differences(plain, whole, losses, expected))
     if problems:
         return f"wrong: {problems[0]}"
     if topology.size("tp") > 1:
@@ -142,15 +161,29 @@ def compared(engine: Any, given: dict[str, torch.Tensor], plain: nn.Module, expe
     return "yes"
 
 
+def backward(engine: Any, given: dict[str, torch.Tensor]) -> float:
+    """The loss, after its backward."""
+    try:
+        loss = forward(engine, given)
+    except ValueError as error:
+        if "What to do: give it position_ids" not in str(error):
+            raise
+        loss = forward(engine, given | {"position_ids": torch.arange(LENGTH).expand(SAMPLES, -1)})
+    with tiny_models.Float64():
+        engine.backward(loss)
+    return float(loss.detach())
+
+
 def forward(engine: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
     with tiny_models.Float64():
         loss: torch.Tensor = engine(**given).loss
     return loss
 
 
-def differences(plain: nn.Module, found: dict[str, torch.Tensor], loss: float, expected: float) -> Any:
-    if not abs(loss / expected - 1) <= EXACT:
-        yield f"loss {loss} instead of {expected}"
+def differences(plain: nn.Module, found: dict[str, torch.Tensor], losses: list[float], expected: list[float]) -> Any:
+    for loss, other in zip(losses, expected, strict=True):
+        if not abs(loss / other - 1) <= EXACT:
+            yield f"loss {loss} instead of {other}"
     graded = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
     # The gradients of a key's bias are 0 but for rounding.
     floor = 1e-3 * max(float(each.abs().max()) for each in graded.values())
@@ -181,13 +214,8 @@ def unsharded(model: nn.Module) -> set[str]:
         for block in stack:
             for name, part in block.named_children():
                 # A few columns of a linear that stands in the block itself (Gemma 4) are no attention and no MLP.
-                matrices = [] if type(part) is nn.Linear else [each for each in part.parameters() if each.dim() > 1]
-                # A few columns of a linear that stands in the block itself (Gemma 4) are no attention and no MLP.
-                if (
-                    type(part) is not nn.Linear
-                    and matrices
-                    and not any("tp" in placement_of(each).sharded for each in matrices)
-                ):
+                matrices = [] if isinstance(part, nn.Linear) else [each for each in part.parameters() if each.dim() > 1]
+                if matrices and not any("tp" in placement_of(each).sharded for each in matrices):
                     left.add(names.generic(f"{name} ({type(part).__name__})"))
         break
     return left

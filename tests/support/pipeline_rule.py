@@ -139,9 +139,10 @@ def hold(family: str, stage: int, section: dict, dtype: torch.dtype, expected: r
 
 
 def hold_all(family: str, stages: Sequence[int], sections: Sequence[dict], changes: dict) -> None:
-    """Hold each section and stage of ZeRO to one process, in float64; recomputed blocks in float32."""
-    # The mode that makes all of transformers' computations float64 does not reach into a backward.
-    dtype = torch.float32 if changes.get("checkpointing") else torch.float64
+    """Hold each section and stage of ZeRO to one process, in float64."""
+    dtype = torch.float64
+    if changes.get("checkpointing"):
+        tiny_models.compute_again_in_float64(model_of(family, dtype))
     pp = sections[0]["parallel"]["pipeline"] * sections[0]["parallel"].get("tensor", 1)
     dp = dist.get_world_size() // (pp * sections[0]["parallel"].get("context", 1))
     expected = reference(model_of(family, dtype, **changes), dp, dtype, sections[0].get("moe"))

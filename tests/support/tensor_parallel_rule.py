@@ -68,10 +68,14 @@ class Errors:
 def engine_step(
     family: str, stage: int, dtype: torch.dtype, section: dict, expected: rule.Reference, **changes
 ) -> Errors:
-    """One step of this world's engine against ``expected``."""
+    """One step of this world's engine, of a tiny model, against ``expected``."""
+    return model_step(tiny_models.tiny(family, torch.float32, **changes).to(dtype), stage, dtype, section, expected)
+
+
+def model_step(model: nn.Module, stage: int, dtype: torch.dtype, section: dict, expected: rule.Reference) -> Errors:
+    """One step of this world's engine of ``model`` against ``expected``."""
     import deepspeed
 
-    model = tiny_models.tiny(family, torch.float32, **changes).to(dtype)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config(stage, dtype, section))
     topology = engine.topology

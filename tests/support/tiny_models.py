@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 import transformers
@@ -191,3 +192,24 @@ class Float64(TorchFunctionMode):
             key: wide.get(arg, arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()
         }
         return func(*args, **named)
+
+
+def compute_again_in_float64(model: nn.Module) -> None:
+    """Put Float64 around the forwards of the classes of ``model`` in transformers, for the rest of this process.
+
+    Autograd calls what it computes again with no such mode, whatever mode ``backward`` is called in.
+    """
+    mro = (each for module in model.modules() for each in type(module).__mro__)
+    for kind in {each for each in mro if each.__module__.startswith("transformers.") and "forward" in vars(each)}:
+        if not hasattr(kind.forward, "in_float64"):
+            kind.forward = _in_float64(kind.forward)
+
+
+def _in_float64(forward: Callable) -> Callable:
+    @wraps(forward)
+    def wide(*args: object, **kwargs: object) -> object:
+        with Float64():
+            return forward(*args, **kwargs)
+
+    wide.in_float64 = True
+    return wide

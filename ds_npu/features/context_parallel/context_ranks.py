@@ -100,7 +100,8 @@ def _without_plan(build: Build) -> str:
     try:
         shardable_model(build.model, build.partial_plan)
     except ValueError as error:
-        return f"context parallelism does not work ({error})"
+        why, *_ = str(error).partition(". What to do")
+        return f"context parallelism does not work ({why})"
     return "context parallelism works"
 
 

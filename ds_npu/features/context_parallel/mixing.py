@@ -15,7 +15,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import attribute, has_attribute
-from ds_npu.models.hugging_face_model import HuggingFaceModel, settings
+from ds_npu.models.hugging_face_model import HuggingFaceModel, decoder_of, settings
 from ds_npu.models.linear_attention import linear_attentions, misfits
 from ds_npu.parallel.pipeline.pass_through import PassThrough
 
@@ -29,6 +29,7 @@ BY_HEAD = {"sinks", "gate_bias"}
 """Parameters of an attention that are alike for all tokens: one number for each head."""
 NOISE = "neftune_noise_alpha"
 """The attribute of an embedding that transformers' NEFTune adds noise to (integrations/neftune.py)."""
+WAY_OUT = "What to do: ds_npu.parallel.context 1"
 MAY_MIX = (Role.REPLICATED, Role.BLOCK, Role.ATTENTION)
 """Roles that do not say that a module computes each token by itself."""
 
@@ -40,7 +41,7 @@ def check_settings(inner: HuggingFaceModel) -> None:
         raise ValueError(
             f"ds_npu.parallel.context: {type(inner).__name__} has {', '.join(mixing)}; a sequence can be sharded only "
             "where nothing but full, sliding-window or chunked attention, or linear attention of a known kind, goes "
-            "from token to token"
+            f"from token to token. {WAY_OUT}"
         )
 
 
@@ -64,11 +65,13 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
     linear = linear_attentions(decoder)
     for name, layer in linear.items():
         for why in misfits(layer):
-            raise ValueError(f"{who} has {name} ({type(layer).__name__}), which {why}")
+            raise ValueError(f"{who} has {name} ({type(layer).__name__}), which {why}. {WAY_OUT}")
     attentions = attentions_of(inner) | linear
     blocks = _blocks(decoder, attentions)
     if not blocks:
-        raise ValueError(f"{who} has no stack of blocks with an attention in each that transformers can exchange")
+        raise ValueError(
+            f"{who} has no stack of blocks with an attention in each that transformers can exchange. {WAY_OUT}"
+        )
     around = {outer for block in blocks for outer in names.ancestors(block)}
     for name, module in decoder.named_modules():
         inside = any(names.is_inside(name, layer) for layer in linear)
@@ -79,12 +82,6 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
                 "itself; a sequence can be sharded only where nothing but attention goes from token to token. What to "
                 "do: if this does not either, give it a role that says so (column, mlp, norm ...) in ds_npu.plan"
             )
-
-
-def decoder_of(inner: HuggingFaceModel) -> nn.Module:
-    """The decoder of ``inner``; itself where what it calls so holds no blocks (ModernBERT's decoder is its head)."""
-    stated = inner.get_decoder()
-    return stated if any(isinstance(each, nn.ModuleList) for each in stated.modules()) else inner
 
 
 def attentions_of(inner: HuggingFaceModel) -> dict[str, nn.Module]:

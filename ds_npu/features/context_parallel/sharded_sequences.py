@@ -23,7 +23,13 @@ from ds_npu.features.context_parallel.algorithm_choice import AlgorithmChoice, A
 from ds_npu.features.context_parallel.forward import SequenceShardForward
 from ds_npu.features.context_parallel.linear_attention_layers import scan_states
 from ds_npu.features.context_parallel.loss import DIVIDED_BY, LossShare
-from ds_npu.features.context_parallel.mixing import attentions_of, check_mixing, check_noise, check_settings
+from ds_npu.features.context_parallel.mixing import (
+    WAY_OUT,
+    attentions_of,
+    check_mixing,
+    check_noise,
+    check_settings,
+)
 from ds_npu.features.context_parallel.sharded_attention import SequenceShardAttention
 from ds_npu.features.context_parallel.sharded_batch import RunningBatch, ShardedBatch
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
@@ -33,7 +39,7 @@ from ds_npu.features.modules.attention_exchange import exchanges_of_attention
 from ds_npu.models.attention_function import Implementation, check_exchangeable, use_attention
 from ds_npu.models.attributes import attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_copies
-from ds_npu.models.hugging_face_model import HuggingFaceModel, outermost_hugging_face_models
+from ds_npu.models.hugging_face_model import HuggingFaceModel, decoder_of, outermost_hugging_face_models
 from ds_npu.models.hugging_face_plan import POSITIONS
 from ds_npu.models.linear_attention import linear_attentions
 from ds_npu.models.plan import ModelPlan
@@ -108,7 +114,7 @@ class _SequenceSharder:
             yield Change("hooks", name, "its output starts the exchange of values")
         if shifts(inner, *DIVIDED_BY) is not None:
             yield Change("links", self.names[inner], "this rank's share of the loss", level=LossLevel.SHARE)
-        decoder = inner.get_decoder()
+        decoder = decoder_of(inner)
         yield self._wrap(decoder, "router logits of all tokens", partial(gather_router_logits, decoder, running_batch))
         yield self._wrap(inner, "shards the batch", self._shard_batches)
         make = partial(wrap_forward, inner, partial(attention.checked, inner), Level.SEQUENCE)
@@ -172,7 +178,10 @@ def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     shifts(inner, *DIVIDED_BY)
     check_settings(inner)
     check_noise(inner)
-    check_exchangeable(inner)
+    try:
+        check_exchangeable(inner)
+    except ValueError as error:
+        raise ValueError(f"ds_npu.parallel.context: {error}. {WAY_OUT}") from error
     check_mixing(inner, {module: plan.roles[name] for name, module in model.named_modules() if name in plan.roles})
     takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
     if attentions_of(inner) and not takes_positions:

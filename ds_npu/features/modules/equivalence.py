@@ -7,6 +7,7 @@ device, or sharded by ZeRO-3), and changes no weight, no random generator and no
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -71,7 +72,8 @@ def own_forward(module: nn.Module) -> str | None:
     forward = innermost_forward(module)
     if not isinstance(forward, types.MethodType) or forward.__func__ is not type(module).forward:
         return "it has been given a forward of its own already"
-    arguments = forward.__func__.__code__.co_argcount - 1
+    # Decorators take any number of arguments.
+    arguments = inspect.unwrap(forward.__func__).__code__.co_argcount - 1
     return None if arguments == 1 else f"its forward takes {arguments} arguments, where the operator takes one"
 
 

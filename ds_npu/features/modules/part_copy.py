@@ -19,7 +19,13 @@ from ds_npu.config.roles import Role
 from ds_npu.features.modules.thread_ranks import first_tensor
 from ds_npu.models import kinds, names
 from ds_npu.models.attributes import has_attribute, set_attribute
-from ds_npu.models.hugging_face_model import config_of, hugging_face_model, is_pretrained_config, settings
+from ds_npu.models.hugging_face_model import (
+    config_of,
+    decoder_of,
+    hugging_face_model,
+    is_pretrained_config,
+    settings,
+)
 from ds_npu.models.plan import ModelPlan
 from ds_npu.models.zero3 import unpartitioned_shape
 
@@ -175,7 +181,7 @@ def decoder_unit(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], lar
     root = hugging_face_model(model)
     if root is None:
         return None
-    decoder = root.get_decoder()
+    decoder = decoder_of(root)
     name = next((name for name, each in model.named_modules() if each is decoder), None)
     embedding = plan.embedding
     if name is None or embedding is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):

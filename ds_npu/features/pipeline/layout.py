@@ -162,6 +162,9 @@ def blocks_of_stages(section: PipelineSection, model: nn.Module, plan: ModelPlan
             accepted = f"{stages} numbers, for the stages, that add up to the {blocks} blocks of {plan.model}"
             raise ConfigError([Problem(f"{KEY}.split", section.split, accepted)])
         return list(section.split)
+    if not blocks:
+        accepted = f"1, since {plan.model} has no one stack of blocks; or each block with the role block in ds_npu.plan"
+        raise ConfigError([Problem("ds_npu.parallel.pipeline", stages, accepted)])
     try:
         if section.noop_layers:
             return even_counts(blocks, stages, section.noop_layers)

@@ -268,7 +268,10 @@ def _check_shared_weights(model: nn.Module, plan: ModelPlan, own: Sequence[Stage
         other = owners.setdefault(id(parameter), name)
         apart = any(len({_side(each, name), _side(each, other)}) > 1 for each in own)
         if apart and not {names.owner(name), names.owner(other)} <= tied:
-            raise ValueError(f"{plan.model}: {other} and {name} are one weight in two pipeline stages")
+            raise ValueError(
+                f"ds_npu.parallel.pipeline: {plan.model}: {other} and {name} are one weight in two pipeline stages. "
+                "What to do: ds_npu.parallel.pipeline 1, or a ds_npu.pipeline.split that leaves both in one stage"
+            )
 
 
 def _side(own: StageModules, name: str) -> Side | None:

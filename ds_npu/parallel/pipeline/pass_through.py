@@ -205,7 +205,8 @@ class PassThrough(nn.Module):
             if name in self.weights and hidden is not None:
                 return AbsentWeight(hidden)
             raise AttributeError(
-                f"{self.whose} is in another stage, and its {name} is not known in this one"
+                f"{self.whose} is in another stage, and its {name} is not known in this one. What to do, if the model "
+                "reads it in all stages: ds_npu.parallel.pipeline 1"
             ) from error
 
     def extra_repr(self) -> str:

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 CHUNK_BYTES = 4 * 2**20
 DIGEST_CHARACTERS = 32
 """Hexadecimal characters of a digest: the first 16 bytes of a SHA-256."""
 HEADER_BYTES = 30
 """Bytes of the header of an archive's record, without its name."""
 SMALL_BYTES = 2**16
-"""Pieces below this size are hashed at once: to hand them to another thread takes longer."""
+"""Pieces below this size are hashed with a larger one: to hand each to another thread takes longer."""
+FLUSHED_BYTES = 2**24
+"""Bytes behind which a file's are sent on their way to the disk."""
 
 
 def digest_of(data: Any) -> str:
@@ -61,14 +65,22 @@ class DamagedFileError(Exception):
 class DigestedWriter(io.RawIOBase):
     """A new file at ``path`` whose chunks are hashed, on another thread, while they are written.
 
-    Leaving its context flushes the file to the disk. Raises OSError where it cannot be written.
+    ``lasting``: bytes of memory that does not change before the writer is closed, by their address: they may be hashed
+    when ``write`` has returned. Leaving its context flushes the file to the disk. Raises OSError where it cannot be
+    written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lasting: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._lasting = lasting or {}
         self._hashing = ThreadPoolExecutor(1, "ds_npu_digests")
+        self._hashed: list[Future[None]] = []
+        self._small = bytearray()
+        """Small pieces that are hashed with the next large one."""
         self._size, self._chunks, self._current = 0, list[str](), hashlib.sha256()
+        self._written = self._begun = 0
+        """Bytes that were written, and those of them that are on their way to the disk."""
 
     def writable(self) -> bool:
         return True
@@ -76,31 +88,50 @@ class DigestedWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of ``data``, a buffer of bytes; returns its size in bytes."""
         view = memoryview(data)
-        hashed = None if len(view) < SMALL_BYTES else self._begin_hash(view)
-        if hashed is None:
-            self._hash(view)
+        if len(view) < SMALL_BYTES:
+            self._small += view
+            self._write_all(view)
+            return len(view)
+        self._begin_hash(view)
         try:
-            _write_all(self._descriptor, view)
+            self._write_all(view)
         finally:
-            if hashed is not None:  # The caller may change its buffer once this returns.
-                hashed.result()
+            if len(view) > self._lasting.get(_address(view), 0):  # The caller may change its buffer once this returns.
+                self._finish_hash()
         return len(view)
 
-    def _begin_hash(self, view: memoryview) -> Future[None] | None:
-        """Hash on the other thread; None where the interpreter ends, and lets threads begin nothing more."""
-        try:
-            return self._hashing.submit(self._hash, view)
-        except RuntimeError:
-            return None
-
-    def _hash(self, view: memoryview) -> None:
+    def _write_all(self, view: memoryview) -> None:
         while len(view):
-            piece = view[: CHUNK_BYTES - self._size % CHUNK_BYTES]
-            self._current.update(piece)
-            self._size += len(piece)
-            view = view[len(piece) :]
-            if self._size % CHUNK_BYTES == 0:
-                self._end_chunk()
+            count = os.write(self._descriptor, view[:CHUNK_BYTES])
+            view, self._written = view[count:], self._written + count
+            if self._written - self._begun >= FLUSHED_BYTES:
+                # Linux begins to write the range to the disk and does not wait: less is left to flush at the end.
+                with suppress(OSError):
+                    os.posix_fadvise(self._descriptor, self._begun, self._written - self._begun, os.POSIX_FADV_DONTNEED)
+                self._begun = self._written
+
+    def _begin_hash(self, *views: memoryview) -> None:
+        """Hash the small pieces and ``views`` behind them on the other thread."""
+        pieces, self._small = [memoryview(self._small), *views], bytearray()
+        try:
+            self._hashed.append(self._hashing.submit(self._hash, pieces))
+        except RuntimeError:  # The interpreter ends, and lets threads begin nothing more.
+            self._finish_hash()
+            self._hash(pieces)
+
+    def _finish_hash(self) -> None:
+        while self._hashed:
+            self._hashed.pop(0).result()
+
+    def _hash(self, pieces: list[memoryview]) -> None:
+        for view in pieces:
+            while len(view):
+                piece = view[: CHUNK_BYTES - self._size % CHUNK_BYTES]
+                self._current.update(piece)
+                self._size += len(piece)
+                view = view[len(piece) :]
+                if self._size % CHUNK_BYTES == 0:
+                    self._end_chunk()
 
     def _end_chunk(self) -> None:
         self._chunks.append(self._current.hexdigest()[:DIGEST_CHARACTERS])
@@ -108,6 +139,10 @@ class DigestedWriter(io.RawIOBase):
 
     def digests(self) -> FileDigests:
         """The digests of all that was written; nothing may be written behind them."""
+        self._finish_hash()
+        if len(self._small):
+            self._hash([memoryview(self._small)])
+            self._small = bytearray()
         if len(self._chunks) * CHUNK_BYTES < self._size:
             self._end_chunk()
         return FileDigests(self._size, tuple(self._chunks))
@@ -126,9 +161,10 @@ class DigestedWriter(io.RawIOBase):
         super().close()
 
 
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(descriptor, view) :]
+def _address(view: memoryview) -> int:
+    """Where the bytes of ``view`` are."""
+    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return found
 
 
 def flush_folder(folder: Path) -> None:

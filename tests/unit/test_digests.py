@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch
 from ds_npu.checkpoint import digests
 from ds_npu.checkpoint.contents import CheckpointFiles, tensors_in
 from ds_npu.checkpoint.digests import DamagedFileError, DigestedWriter, FileDigests, VerifiedReader
-from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.files import CheckpointError, host_memory
 
 CHUNK = 4096
 
@@ -41,6 +43,28 @@ def test_digests_are_those_of_whole_chunks(size, tmp_path):
     assert found == FileDigests(size, tuple(chunks))
     with VerifiedReader(tmp_path / "file", found) as reader:
         assert reader.read() == data and reader.bytes_read == size
+
+
+def test_memory_that_changes_behind_a_write(tmp_path, monkeypatch):
+    """What was written is hashed, by a thread that is late: of a buffer that is used again, and of tensors."""
+    hash_of = DigestedWriter._hash
+
+    def late(self, pieces) -> None:
+        time.sleep(0.01)
+        hash_of(self, pieces)
+
+    monkeypatch.setattr(DigestedWriter, "_hash", late)
+    monkeypatch.setattr(digests, "FLUSHED_BYTES", 3 * CHUNK)
+    draw, again, every = random.Random(5), bytearray(2 * CHUNK), b""
+    with DigestedWriter(tmp_path / "file", host_memory(CONTENT)) as writer:
+        for size in (2000, 5, 2 * CHUNK, 999):
+            again[:size] = draw.randbytes(size)
+            every += again[:size]
+            writer.write(memoryview(again)[:size])
+        file: Any = writer
+        torch.save(CONTENT, file)
+    assert (tmp_path / "file").read_bytes().startswith(every)
+    assert writer.digests() == digests.digests_of((tmp_path / "file").read_bytes())
 
 
 CONTENT = {

@@ -167,9 +167,12 @@ def at_other_layouts(folder: Path) -> Iterator[str]:
     first.save_checkpoint(str(folder / "narrow"))
     for is_narrow, section in itertools.product((False, True), LAYOUTS):
         engine, handler = engine_of(is_narrow, **section), BytesRead()
+        level = log.logger().level
+        log.logger().setLevel(logging.INFO)
         log.logger().addHandler(handler)
         engine.load_checkpoint(str(folder / ("narrow" if is_narrow else "fast")))
         log.logger().removeHandler(handler)
+        log.logger().setLevel(level)
         stepped = sum(run.numel for run in engine.optimizer_layout.runs.values())
         # Masters of float32 weights are not read again.
         own = (2, 12) if is_narrow else (4, 8)

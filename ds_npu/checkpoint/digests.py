@@ -22,6 +22,8 @@ DIGEST_CHARACTERS = 32
 """Hexadecimal characters of a digest: the first 16 bytes of a SHA-256."""
 HEADER_BYTES = 30
 """Bytes of the header of an archive's record, without its name."""
+KEPT_CHUNKS = 6
+"""Chunks of a file that are kept: a weight's master and moments are read in turns, and lie far from each other."""
 SMALL_BYTES = 2**16
 """Pieces below this size are hashed with a larger one: to hand each to another thread takes longer."""
 FLUSHED_BYTES = 2**24
@@ -199,8 +201,8 @@ class VerifiedReader(io.RawIOBase):
         """Bytes that were read from the file."""
         self._position = 0
         self._verified: set[int] = set()
-        self._kept: tuple[int, bytearray] = (-1, bytearray())
-        """The chunk that was read last, as a part, by its index."""
+        self._kept: dict[int, bytearray] = {}
+        """The chunks that were read last, as parts, by their index, the last one at the end."""
 
     def readable(self) -> bool:
         return True
@@ -236,7 +238,7 @@ class VerifiedReader(io.RawIOBase):
             raise
 
     def _read_verified(self, start: int, view: memoryview) -> None:
-        is_header = start in self.headers and len(view) <= HEADER_BYTES and start // CHUNK_BYTES != self._kept[0]
+        is_header = start in self.headers and len(view) <= HEADER_BYTES and start // CHUNK_BYTES not in self._kept
         if self._digests is None or is_header:
             self._fill(start, view)
             return
@@ -260,12 +262,15 @@ class VerifiedReader(io.RawIOBase):
             self._fill(begin, view)
             self._verify(chunk, view)
             return
-        if self._kept[0] != chunk:
+        whole = self._kept.pop(chunk, None)
+        if whole is None:
             whole = bytearray(numel)
             self._fill(begin, memoryview(whole))
             self._verify(chunk, whole)
-            self._kept = chunk, whole
-        view[:] = self._kept[1][offset : offset + len(view)]
+            if len(self._kept) >= KEPT_CHUNKS:
+                self._kept.pop(next(iter(self._kept)))
+        self._kept[chunk] = whole
+        view[:] = memoryview(whole)[offset : offset + len(view)]
 
     def _verify(self, chunk: int, data: Any) -> None:
         if chunk in self._verified or self._digests is None:

@@ -67,6 +67,19 @@ def test_memory_that_changes_behind_a_write(tmp_path, monkeypatch):
     assert writer.digests() == digests.digests_of((tmp_path / "file").read_bytes())
 
 
+def test_chunks_that_are_read_in_turns_are_read_once(tmp_path):
+    """A master and both moments of many small weights, in three parts of a file."""
+    data = random.Random(1).randbytes(12 * CHUNK)
+    found, part, step = written(tmp_path / "file", [data]), 4 * CHUNK, CHUNK // 4 + 8
+    with VerifiedReader(tmp_path / "file", found) as reader:
+        for start in range(0, part, step):
+            for begin in (start, part + start, 2 * part + start):
+                buffer = bytearray(min(step, part - start))
+                reader.read_at(begin, memoryview(buffer))
+                assert buffer == data[begin : begin + len(buffer)]
+        assert reader.bytes_read == len(data)
+
+
 CONTENT = {
     "module": {"a": torch.arange(3000.0), "b": torch.arange(12).view(3, 4).t(), "c": torch.empty(0, 3)},
     "count": 7,

@@ -65,24 +65,25 @@ class DamagedFileError(Exception):
 
 
 class DigestedWriter(io.RawIOBase):
-    """A new file at ``path`` whose chunks are hashed, on another thread, while they are written.
+    """A new file at ``path`` whose chunks are written by one thread, and hashed by another.
 
-    ``lasting``: bytes of memory that does not change before the writer is closed, by their address: they may be hashed
-    when ``write`` has returned. Leaving its context flushes the file to the disk. Raises OSError where it cannot be
-    written.
+    ``lasting``: bytes of memory that does not change before the writer is closed, by their address: ``write`` returns
+    before they are written. Leaving its context flushes the file to the disk. Raises OSError where it cannot be
+    written, which a later call may do.
     """
 
     def __init__(self, path: Path, lasting: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._lasting = lasting or {}
-        self._hashing = ThreadPoolExecutor(1, "ds_npu_digests")
-        self._hashed: list[Future[None]] = []
+        self._threads = [ThreadPoolExecutor(1, f"ds_npu_digests_{each}") for each in ("writes", "hashes")]
+        self._begun: list[Future[None]] = []
         self._small = bytearray()
-        """Small pieces that are hashed with the next large one."""
+        """Small pieces that are written with the next large one."""
         self._size, self._chunks, self._current = 0, list[str](), hashlib.sha256()
-        self._written = self._begun = 0
+        self._written = self._flushed = 0
         """Bytes that were written, and those of them that are on their way to the disk."""
+        self._failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -92,38 +93,44 @@ class DigestedWriter(io.RawIOBase):
         view = memoryview(data)
         if len(view) < SMALL_BYTES:
             self._small += view
-            self._write_all(view)
             return len(view)
-        self._begin_hash(view)
-        try:
-            self._write_all(view)
-        finally:
-            if len(view) > self._lasting.get(_address(view), 0):  # The caller may change its buffer once this returns.
-                self._finish_hash()
+        self._begin(view)
+        if len(view) > self._lasting.get(_address(view), 0):  # The caller may change its buffer once this returns.
+            self._finish()
+        if self._failure is not None:
+            raise self._failure
         return len(view)
 
-    def _write_all(self, view: memoryview) -> None:
-        while len(view):
-            count = os.write(self._descriptor, view[:CHUNK_BYTES])
-            view, self._written = view[count:], self._written + count
-            if self._written - self._begun >= FLUSHED_BYTES:
-                # Linux begins to write the range to the disk and does not wait: less is left to flush at the end.
-                with suppress(OSError):
-                    os.posix_fadvise(self._descriptor, self._begun, self._written - self._begun, os.POSIX_FADV_DONTNEED)
-                self._begun = self._written
-
-    def _begin_hash(self, *views: memoryview) -> None:
-        """Hash the small pieces and ``views`` behind them on the other thread."""
+    def _begin(self, *views: memoryview) -> None:
+        """Write and hash the small pieces and ``views`` behind them, on the threads."""
         pieces, self._small = [memoryview(self._small), *views], bytearray()
-        try:
-            self._hashed.append(self._hashing.submit(self._hash, pieces))
-        except RuntimeError:  # The interpreter ends, and lets threads begin nothing more.
-            self._finish_hash()
-            self._hash(pieces)
+        for thread, action in zip(self._threads, (self._write_all, self._hash), strict=True):
+            try:
+                self._begun.append(thread.submit(action, pieces))
+            except RuntimeError:  # The interpreter ends, and lets threads begin nothing more.
+                self._finish()
+                action(pieces)
 
-    def _finish_hash(self) -> None:
-        while self._hashed:
-            self._hashed.pop(0).result()
+    def _finish(self) -> None:
+        while self._begun:
+            self._begun.pop(0).result()
+
+    def _write_all(self, pieces: list[memoryview]) -> None:
+        try:
+            for view in pieces:
+                while len(view) and self._failure is None:
+                    count = os.write(self._descriptor, view[:CHUNK_BYTES])
+                    view, self._written = view[count:], self._written + count
+                    self._send_to_disk()
+        except OSError as error:
+            self._failure = error
+
+    def _send_to_disk(self) -> None:
+        """Let Linux begin to write to the disk, without a wait: less is left to flush at the end."""
+        if self._written - self._flushed >= FLUSHED_BYTES:
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._flushed, self._written - self._flushed, os.POSIX_FADV_DONTNEED)
+            self._flushed = self._written
 
     def _hash(self, pieces: list[memoryview]) -> None:
         for view in pieces:
@@ -140,11 +147,7 @@ class DigestedWriter(io.RawIOBase):
         self._current = hashlib.sha256()
 
     def digests(self) -> FileDigests:
-        """The digests of all that was written; nothing may be written behind them."""
-        self._finish_hash()
-        if len(self._small):
-            self._hash([memoryview(self._small)])
-            self._small = bytearray()
+        """The digests of all that was written, when the writer's context was left."""
         if len(self._chunks) * CHUNK_BYTES < self._size:
             self._end_chunk()
         return FileDigests(self._size, tuple(self._chunks))
@@ -152,13 +155,18 @@ class DigestedWriter(io.RawIOBase):
     def __exit__(self, kind: object, *args: object) -> None:
         try:
             if kind is None:
+                self._begin()
+                self._finish()
+                if self._failure is not None:
+                    raise self._failure
                 os.fsync(self._descriptor)
         finally:
             self.close()
 
     def close(self) -> None:
         if not self.closed:
-            self._hashing.shutdown()
+            for each in self._threads:
+                each.shutdown()
             os.close(self._descriptor)
         super().close()
 

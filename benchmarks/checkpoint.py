@@ -77,24 +77,29 @@ def brake(mib_per_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def snapshot_seconds() -> Iterator[list[float]]:
-    """The seconds that snapshots take in the block."""
-    snapshot: Any = importlib.import_module("ds_npu.memory.host_snapshot").HostSnapshot
-    of, found, depth = snapshot.of, [0.0], [0]
+def seconds_in(module: str, owner: str, name: str) -> Iterator[list[float]]:
+    """The seconds that calls of a method take in the block."""
+    kind: Any = getattr(importlib.import_module(module), owner)
+    call, found, depth = getattr(kind, name), [0.0], [0]
 
     def counted(self: Any, *given: Any) -> Any:
         depth[0] += 1
         begun = time.perf_counter()
-        made = of(self, *given)
+        made = call(self, *given)
         depth[0] -= 1
         found[0] += 0.0 if depth[0] else time.perf_counter() - begun
         return made
 
-    snapshot.of = counted
+    setattr(kind, name, counted)
     try:
         yield found
     finally:
-        snapshot.of = of
+        setattr(kind, name, call)
+
+
+SNAPSHOT = ("ds_npu.memory.host_snapshot", "HostSnapshot", "of")
+EXCHANGE = ("ds_npu.zero_ext.partition_exchange", "PartitionExchange", "to_plain")
+"""What brings ZeRO's partitions from the order of buckets to DeepSpeed's, by collectives; here over gloo."""
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -105,16 +110,35 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def plain_writes(folder: Path, sizes: list[int]) -> None:
-    """Write files of these sizes, as plainly as can be; all ranks end together, as a save does."""
-    data = memoryview(os.urandom(PIECE_BYTES))
-    for index, size in enumerate(sizes):
+def plain_writes(folder: Path, files: list[bytes]) -> None:
+    """Write files with these bytes, as plainly as can be; all ranks end together, as a save does."""
+    for index, data in enumerate(map(memoryview, files)):
         descriptor = os.open(folder / f"plain_{os.getpid()}_{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for start in range(0, size, PIECE_BYTES):
-            os.write(descriptor, data[: size - start])
+        for start in range(0, len(data), PIECE_BYTES):
+            os.write(descriptor, data[start : start + PIECE_BYTES])
         os.fsync(descriptor)
         os.close(descriptor)
     importlib.import_module("torch.distributed").barrier()
+
+
+def one_file(folder: Path, has_digests: bool) -> float:
+    """Seconds of writing tensors of 256 MiB as a save does, or as many bytes as plainly as can be."""
+    torch: Any = importlib.import_module("torch")
+    state = {f"{index}": torch.randn(2**24) for index in range(4)}
+    data = [memoryview(each.numpy()).cast("B") for each in state.values()]
+    begun = time.perf_counter()
+    if has_digests:
+        digests: Any = importlib.import_module("ds_npu.checkpoint.digests")
+        files: Any = importlib.import_module("ds_npu.checkpoint.files")
+        with digests.DigestedWriter(folder / "one", files.host_memory(state)) as writer:
+            torch.save(state, writer)
+    else:
+        with (folder / "plain").open("wb", buffering=0) as opened:
+            for each in data:
+                for start in range(0, len(each), PIECE_BYTES):
+                    opened.write(each[start : start + PIECE_BYTES])
+            os.fsync(opened.fileno())
+    return time.perf_counter() - begun
 
 
 def on_a_slow_disk(folder: Path, engines: tuple[Any, Any], arguments: argparse.Namespace) -> Iterator[str]:
@@ -123,30 +147,40 @@ def on_a_slow_disk(folder: Path, engines: tuple[Any, Any], arguments: argparse.N
     behind.finish_saving()
     yield f"a disk of {arguments.mib_per_s:.0f} MiB/s a rank, rank 0:"
     for _ in range(arguments.rounds):
-        with brake(arguments.mib_per_s), snapshot_seconds() as copied:
+        with brake(arguments.mib_per_s), seconds_in(*SNAPSHOT) as copied:
             blocked = timed(lambda: blocking.save_checkpoint(str(folder / "blocking")))
-            call = timed(lambda: behind.save_checkpoint(str(folder / "behind")))
+            with seconds_in(*EXCHANGE) as exchanged:
+                call = timed(lambda: behind.save_checkpoint(str(folder / "behind")))
             behind.finish_saving()
         rest = call - copied[0]
         yield (
             f"  a save that blocks: {blocked:.2f} s; behind training: {call:.3f} s, of which the snapshot "
-            f"{copied[0]:.3f} s; the rest is {rest / blocked:.4f} of the save that blocks"
+            f"{copied[0]:.3f} s; the rest is {rest / blocked:.4f} of the save that blocks, without the exchange of "
+            f"partitions ({exchanged[0]:.3f} s) {(rest - exchanged[0]) / blocked:.4f}"
         )
 
 
 def against_plain_writes(folder: Path, rank: int, engine: Any, rounds: int) -> Iterator[str]:
     engine.save_checkpoint(str(folder / "fast"))
     tag = folder / "fast" / (folder / "fast" / "latest").read_text()
-    sizes = [
-        path.stat().st_size
+    files = [
+        path.read_bytes()
         for path in tag.glob("*.pt")
         if (f"pp_rank_{rank}_" in path.name) or (rank == 0 and "pp_rank" not in path.name)
     ]
-    yield f"rank 0 writes {sum(sizes) / MIB:,.0f} MiB; the seconds of plain writes / those of a save:"
+    yield f"rank 0 writes {sum(map(len, files)) / MIB:,.0f} MiB; the seconds of plain writes / those of a save:"
     for _ in range(rounds):
-        plain = timed(lambda: plain_writes(folder, sizes))
-        saved = timed(lambda: engine.save_checkpoint(str(folder / "fast")))
-        yield f"  {plain:.2f} / {saved:.2f} = {plain / saved:.2f}"
+        plain = timed(lambda: plain_writes(folder, files))
+        with seconds_in(*EXCHANGE) as exchanged:
+            saved = timed(lambda: engine.save_checkpoint(str(folder / "fast")))
+        rest = saved - exchanged[0]
+        ratios = f"{plain / saved:.2f}, without the exchange of partitions {plain / rest:.2f}"
+        yield f"  {plain:.2f} / {saved:.2f} = {ratios}"
+    yield "one rank alone, without an engine, 256 MiB: the seconds of plain writes / those of a file with digests:"
+    for _ in range(rounds):
+        plain, saved = (one_file(folder, has_digests) if rank == 0 else 0.0 for has_digests in (False, True))
+        importlib.import_module("torch.distributed").barrier()
+        yield f"  {plain:.2f} / {saved:.2f} = {plain / max(saved, 1e-9):.2f}"
 
 
 class BytesRead(logging.Handler):
@@ -168,9 +202,12 @@ def at_other_layouts(folder: Path) -> Iterator[str]:
     first.save_checkpoint(str(folder / "narrow"))
     for is_narrow, section in itertools.product((False, True), LAYOUTS):
         engine, handler = engine_of(is_narrow, **section), BytesRead()
+        level = log.logger().level
+        log.logger().setLevel(logging.INFO)
         log.logger().addHandler(handler)
         engine.load_checkpoint(str(folder / ("narrow" if is_narrow else "fast")))
         log.logger().removeHandler(handler)
+        log.logger().setLevel(level)
         stepped = sum(run.numel for run in engine.optimizer_layout.runs.values())
         # Masters of float32 weights are not read again.
         own = (2, 12) if is_narrow else (4, 8)

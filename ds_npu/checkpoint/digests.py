@@ -15,13 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 CHUNK_BYTES = 4 * 2**20
 DIGEST_CHARACTERS = 32
 """Hexadecimal characters of a digest: the first 16 bytes of a SHA-256."""
 HEADER_BYTES = 30
 """Bytes of the header of an archive's record, without its name."""
+KEPT_CHUNKS = 6
+"""Chunks of a file that are kept: a weight's master and moments are read in turns, and lie far from each other."""
 SMALL_BYTES = 2**16
-"""Pieces below this size are hashed at once: to hand them to another thread takes longer."""
+"""Pieces below this size are hashed with a larger one: to hand each to another thread takes longer."""
+FLUSHED_BYTES = 2**24
+"""Bytes behind which a file's are sent on their way to the disk."""
 
 
 def digest_of(data: Any) -> str:
@@ -59,16 +65,25 @@ class DamagedFileError(Exception):
 
 
 class DigestedWriter(io.RawIOBase):
-    """A new file at ``path`` whose chunks are hashed, on another thread, while they are written.
+    """A new file at ``path`` whose chunks are written by one thread, and hashed by another.
 
-    Leaving its context flushes the file to the disk. Raises OSError where it cannot be written.
+    ``lasting``: bytes of memory that does not change before the writer is closed, by their address: ``write`` returns
+    before they are written. Leaving its context flushes the file to the disk. Raises OSError where it cannot be
+    written, which a later call may do.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lasting: Mapping[int, int] | None = None) -> None:
         super().__init__()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._hashing = ThreadPoolExecutor(1, "ds_npu_digests")
+        self._lasting = lasting or {}
+        self._threads = [ThreadPoolExecutor(1, f"ds_npu_digests_{each}") for each in ("writes", "hashes")]
+        self._begun: list[Future[None]] = []
+        self._small = bytearray()
+        """Small pieces that are written with the next large one."""
         self._size, self._chunks, self._current = 0, list[str](), hashlib.sha256()
+        self._written = self._flushed = 0
+        """Bytes that were written, and those of them that are on their way to the disk."""
+        self._failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
@@ -76,38 +91,63 @@ class DigestedWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of ``data``, a buffer of bytes; returns its size in bytes."""
         view = memoryview(data)
-        hashed = None if len(view) < SMALL_BYTES else self._begin_hash(view)
-        if hashed is None:
-            self._hash(view)
-        try:
-            _write_all(self._descriptor, view)
-        finally:
-            if hashed is not None:  # The caller may change its buffer once this returns.
-                hashed.result()
+        if len(view) < SMALL_BYTES:
+            self._small += view
+            return len(view)
+        self._begin(view)
+        if len(view) > self._lasting.get(_address(view), 0):  # The caller may change its buffer once this returns.
+            self._finish()
+        if self._failure is not None:
+            raise self._failure
         return len(view)
 
-    def _begin_hash(self, view: memoryview) -> Future[None] | None:
-        """Hash on the other thread; None where the interpreter ends, and lets threads begin nothing more."""
-        try:
-            return self._hashing.submit(self._hash, view)
-        except RuntimeError:
-            return None
+    def _begin(self, *views: memoryview) -> None:
+        """Write and hash the small pieces and ``views`` behind them, on the threads."""
+        pieces, self._small = [memoryview(self._small), *views], bytearray()
+        for thread, action in zip(self._threads, (self._write_all, self._hash), strict=True):
+            try:
+                self._begun.append(thread.submit(action, pieces))
+            except RuntimeError:  # The interpreter ends, and lets threads begin nothing more.
+                self._finish()
+                action(pieces)
 
-    def _hash(self, view: memoryview) -> None:
-        while len(view):
-            piece = view[: CHUNK_BYTES - self._size % CHUNK_BYTES]
-            self._current.update(piece)
-            self._size += len(piece)
-            view = view[len(piece) :]
-            if self._size % CHUNK_BYTES == 0:
-                self._end_chunk()
+    def _finish(self) -> None:
+        while self._begun:
+            self._begun.pop(0).result()
+
+    def _write_all(self, pieces: list[memoryview]) -> None:
+        try:
+            for view in pieces:
+                while len(view) and self._failure is None:
+                    count = os.write(self._descriptor, view[:CHUNK_BYTES])
+                    view, self._written = view[count:], self._written + count
+                    self._send_to_disk()
+        except OSError as error:
+            self._failure = error
+
+    def _send_to_disk(self) -> None:
+        """Let Linux begin to write to the disk, without a wait: less is left to flush at the end."""
+        if self._written - self._flushed >= FLUSHED_BYTES:
+            with suppress(OSError):
+                os.posix_fadvise(self._descriptor, self._flushed, self._written - self._flushed, os.POSIX_FADV_DONTNEED)
+            self._flushed = self._written
+
+    def _hash(self, pieces: list[memoryview]) -> None:
+        for view in pieces:
+            while len(view):
+                piece = view[: CHUNK_BYTES - self._size % CHUNK_BYTES]
+                self._current.update(piece)
+                self._size += len(piece)
+                view = view[len(piece) :]
+                if self._size % CHUNK_BYTES == 0:
+                    self._end_chunk()
 
     def _end_chunk(self) -> None:
         self._chunks.append(self._current.hexdigest()[:DIGEST_CHARACTERS])
         self._current = hashlib.sha256()
 
     def digests(self) -> FileDigests:
-        """The digests of all that was written; nothing may be written behind them."""
+        """The digests of all that was written, when the writer's context was left."""
         if len(self._chunks) * CHUNK_BYTES < self._size:
             self._end_chunk()
         return FileDigests(self._size, tuple(self._chunks))
@@ -115,20 +155,26 @@ class DigestedWriter(io.RawIOBase):
     def __exit__(self, kind: object, *args: object) -> None:
         try:
             if kind is None:
+                self._begin()
+                self._finish()
+                if self._failure is not None:
+                    raise self._failure
                 os.fsync(self._descriptor)
         finally:
             self.close()
 
     def close(self) -> None:
         if not self.closed:
-            self._hashing.shutdown()
+            for each in self._threads:
+                each.shutdown()
             os.close(self._descriptor)
         super().close()
 
 
-def _write_all(descriptor: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(descriptor, view) :]
+def _address(view: memoryview) -> int:
+    """Where the bytes of ``view`` are."""
+    found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return found
 
 
 def flush_folder(folder: Path) -> None:
@@ -163,8 +209,8 @@ class VerifiedReader(io.RawIOBase):
         """Bytes that were read from the file."""
         self._position = 0
         self._verified: set[int] = set()
-        self._kept: tuple[int, bytearray] = (-1, bytearray())
-        """The chunk that was read last, as a part, by its index."""
+        self._kept: dict[int, bytearray] = {}
+        """The chunks that were read last, as parts, by their index, the last one at the end."""
 
     def readable(self) -> bool:
         return True
@@ -200,7 +246,7 @@ class VerifiedReader(io.RawIOBase):
             raise
 
     def _read_verified(self, start: int, view: memoryview) -> None:
-        is_header = start in self.headers and len(view) <= HEADER_BYTES and start // CHUNK_BYTES != self._kept[0]
+        is_header = start in self.headers and len(view) <= HEADER_BYTES and start // CHUNK_BYTES not in self._kept
         if self._digests is None or is_header:
             self._fill(start, view)
             return
@@ -224,12 +270,15 @@ class VerifiedReader(io.RawIOBase):
             self._fill(begin, view)
             self._verify(chunk, view)
             return
-        if self._kept[0] != chunk:
+        whole = self._kept.pop(chunk, None)
+        if whole is None:
             whole = bytearray(numel)
             self._fill(begin, memoryview(whole))
             self._verify(chunk, whole)
-            self._kept = chunk, whole
-        view[:] = self._kept[1][offset : offset + len(view)]
+            if len(self._kept) >= KEPT_CHUNKS:
+                self._kept.pop(next(iter(self._kept)))
+        self._kept[chunk] = whole
+        view[:] = memoryview(whole)[offset : offset + len(view)]
 
     def _verify(self, chunk: int, data: Any) -> None:
         if chunk in self._verified or self._digests is None:

@@ -94,15 +94,26 @@ def why_not_written(error: Exception, path: Path, needed: int) -> str:
 
 def tensor_bytes(state: object) -> int:
     """The bytes of all tensors in nested dicts, lists and tuples; each storage counts once, and whole."""
-    found: dict[int, int] = {}
+    found = {}
+    for each in _tensors(state):
+        storage = each.untyped_storage()
+        found[storage.data_ptr() or id(each)] = storage.nbytes()
+    return sum(found.values())
+
+
+def host_memory(state: object) -> dict[int, int]:
+    """The bytes of the storages of ``state`` that are on the host, by their address."""
+    storages = [each.untyped_storage() for each in _tensors(state) if each.device.type == "cpu"]
+    return {each.data_ptr(): each.nbytes() for each in storages}
+
+
+def _tensors(state: object) -> Iterator[torch.Tensor]:
     left = [state]
     while left:
         each = left.pop()
         if isinstance(each, torch.Tensor):
-            storage = each.untyped_storage()
-            found[storage.data_ptr() or id(each)] = storage.nbytes()
+            yield each
         elif isinstance(each, dict):
             left.extend(each.values())
         elif isinstance(each, list | tuple):
             left.extend(each)
-    return sum(found.values())

@@ -38,32 +38,32 @@ class RankFiles:
     rank: int
     files: dict[str, Bytes] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(map(len, self.files.values()))
-
     def write(self, folder: Path) -> None:
         """Write the files into ``folder``'s folder of the tag, the manifest last. Raises OSError.
 
         The rank itself and the rank that holds its copy may both do so: nothing is done where the manifest is there,
         and unfinished files have names of their own.
         """
-        inside, own = folder / self.tag, secrets.token_hex(4)
+        inside = folder / self.tag
         inside.mkdir(parents=True, exist_ok=True)
         if manifest_path(inside, self.rank).exists():
             return
         for name, data in self.files.items():
-            unfinished = inside / f"{name}.{own}{UNFINISHED}"
-            try:
-                with DigestedWriter(unfinished) as writer:
-                    writer.write(data)
-                unfinished.replace(inside / name)
-            except OSError:
-                with suppress(OSError):
-                    unfinished.unlink()
-                raise
+            _put(inside / name, data)
         flush_folder(inside)
+
+
+def _put(path: Path, data: Bytes) -> None:
+    """Write ``data`` under a name of its own, flush it, and let ``path`` name it. Raises OSError."""
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    try:
+        with DigestedWriter(unfinished) as writer:
+            writer.write(data)
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def file_bytes(content: Any) -> tuple[bytes, FileDigests, str]:
@@ -92,10 +92,7 @@ def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Seq
         named = _named(folder)
         if named is not None and _step_of(folder / named, classes) >= steps[whole[-1]]:
             return named
-        unfinished = folder / f"{LATEST}{UNFINISHED}"
-        with DigestedWriter(unfinished) as writer:
-            writer.write(whole[-1].encode())
-        unfinished.replace(folder / LATEST)
+        _put(folder / LATEST, whole[-1].encode())
         flush_folder(folder)
         return whole[-1]
 

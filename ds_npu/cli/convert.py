@@ -12,11 +12,18 @@ from ds_npu.cli.command import Command, argument, cli_module, one_line, refused
 from ds_npu.config.problems import printable
 
 FORMS = ("hf", "fp32", "universal")
+METADATA, LATEST = ".metadata", "latest_checkpointed_iteration.txt"
+"""Files of Megatron-Core: of a checkpoint, and what names the newest one of several."""
 LAYOUT = re.compile(r"\w+=\d+(,\w+=\d+)*")
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder: its newest whole one")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="FOLDER",
+        help="a checkpoint, or a folder: its newest whole one; for hf also one of Megatron-Core",
+    )
     what = (
         "hf: the weights, as save_pretrained writes them; fp32: in float32, as zero_to_fp32.py makes them; universal: "
         "DeepSpeed's, with the state of the optimizer"
@@ -44,6 +51,8 @@ def _run(arguments: Namespace) -> int:
         return refused("convert", "--to hf needs --model, a folder with the model's config.json")
     if not folder.is_dir():
         return refused("convert", f"{printable(str(folder))}: there is no such folder")
+    if arguments.to == "hf" and (megatrons := _megatron_folder(folder)) is not None:
+        return _convert_megatron(megatrons, arguments)
     whole = next((each for each in checkpoints_in(folder) if each.manifests and not each.problems), None)
     if whole is None:
         what = "there is no whole checkpoint with manifests in it (ds_npu inspect says what is there)"
@@ -60,6 +69,29 @@ def _run(arguments: Namespace) -> int:
     except (CheckpointError, ValueError, OSError) as error:
         return refused("convert", one_line(str(error)), 1)
     print(one_line(f"{arguments.out}: {count} weights of {whole.folder} ({whole.kind})"))
+    return 0
+
+
+def _megatron_folder(folder: Path) -> Path | None:
+    """The folder of Megatron-Core's distributed checkpoint in ``folder``; told without torch."""
+    if (folder / METADATA).is_file():
+        return folder
+    if not (folder / LATEST).is_file():
+        return None
+    text = (folder / LATEST).read_text().strip()
+    inside = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
+    return inside if (inside / METADATA).is_file() else None
+
+
+def _convert_megatron(folder: Path, arguments: Namespace) -> int:
+    weights = cli_module("converted_weights")
+    try:
+        model = weights.empty_model(arguments.model)
+        count, is_checked = weights.write_megatron_weights(folder, model, arguments.out)
+    except (CheckpointError, ValueError, OSError) as error:
+        return refused("convert", one_line(str(error)), 1)
+    what = "" if is_checked else "; common.pt has no arguments of the run: compare norms and positions with the config"
+    print(one_line(f"{arguments.out}: {count} weights of {folder} (Megatron-Core){what}"))
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from huggingface_hub import save_torch_state_dict
 
 from ds_npu.capability.named_classes import named_classes
 from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.megatron_weights import MegatronModel, differences_of_run, megatron_weights
 from ds_npu.checkpoint.saving import save_pretrained
 from ds_npu.checkpoint.written import Plain, WrittenCheckpoint, differences
 from ds_npu.engine.checkpoints.written_files import CLASSES
@@ -39,15 +40,45 @@ def write_weights(folder: Path, model: Any, out: Path, allowed: Sequence[str]) -
     """
     written = known_checkpoint(folder, allowed)
     held = written.plain_weights()
+    _check(folder, model, held)
+    weights = {name: written.value(name).to(_dtype(plain)) for name, plain in held.items()}
+    written.close()
+    save_pretrained(model, out, weights)
+    return len(weights)
+
+
+def write_megatron_weights(folder: Path, model: Any, out: Path) -> tuple[int, bool]:
+    """Write the weights of Megatron-Core's distributed checkpoint in ``folder`` to ``out``, in their own dtypes.
+
+    Returns their number, and whether the folder has the arguments of the run, which are then those of the config.
+    Raises CheckpointError where the weights or the arguments are not those of ``model``, OSError where they cannot be
+    written.
+    """
+    other = differences_of_run(folder, model.config)
+    if other:
+        raise CheckpointError(
+            f"{folder}: the run that wrote it has {', '.join(other)}. What to do: give the config.json of this model"
+        )
+    weights = dict(megatron_weights(folder, MegatronModel.of(model.config)))
+    _check(folder, model, {name: Plain(tuple(each.shape), str(each.dtype)) for name, each in weights.items()})
+    if model.config.tie_word_embeddings:
+        head, embedding = (weights.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+        if head is not None and embedding is not None and not head.equal(embedding):
+            raise CheckpointError(
+                f"{folder}: output_layer.weight is another one than embedding.word_embeddings.weight. What to do: "
+                "tie_word_embeddings false in config.json"
+            )
+    save_pretrained(model, out, weights)
+    return len(weights), other is not None
+
+
+def _check(folder: Path, model: Any, held: Mapping[str, Plain]) -> None:
+    """Raise CheckpointError where the weights ``held`` are not those of ``model``."""
     wanted = {name: Plain(tuple(each.shape), str(each.dtype)) for name, each in model.state_dict().items()}
     tied = set(model.all_tied_weights_keys or ())
     found = differences(held, wanted)
     if found.other or found.unexpected or set(found.missing) - tied:
         raise CheckpointError(f"{folder} does not fit {type(model).__name__}: {found.told()}")
-    weights = {name: written.value(name).to(_dtype(plain)) for name, plain in held.items()}
-    written.close()
-    save_pretrained(model, out, weights)
-    return len(weights)
 
 
 def write_float32(folder: Path, out: Path, allowed: Sequence[str]) -> int:

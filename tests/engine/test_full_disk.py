@@ -69,6 +69,15 @@ def unchanged(folder: Path):
     dist.barrier()
 
 
+def fill_up(filler: Path) -> None:
+    """Let rank 0 write ``filler``, which leaves 200,000 bytes of the disk."""
+    if dist.get_rank() == 0:
+        try:
+            filler.write_bytes(bytes(SIZE))
+        except OSError:
+            filler.write_bytes(bytes(filler.stat().st_size - 200_000))
+
+
 def fills_up(folder: Path, tensor: int, stages: tuple[int, ...]) -> None:
     for stage in stages:
         engine = engine_of(stage, tensor)
@@ -76,11 +85,7 @@ def fills_up(folder: Path, tensor: int, stages: tuple[int, ...]) -> None:
         saved = folder / f"{stage}"
         engine.save_checkpoint(saved, tag="first", client_state={"seen": 7})
         filler = saved / "filler"
-        if dist.get_rank() == 0:
-            try:
-                filler.write_bytes(bytes(SIZE))
-            except OSError:
-                filler.write_bytes(bytes(filler.stat().st_size - 200_000))
+        fill_up(filler)
         after = train(engine)
         with unchanged(folder):
             for tag in ("first", "second"):
@@ -176,12 +181,7 @@ def fills_up_behind(folder: Path) -> None:
     train(engine)
     engine.save_checkpoint(folder, tag="first")
     engine.finish_saving()
-    filler = folder / "filler"
-    if dist.get_rank() == 0:
-        try:
-            filler.write_bytes(bytes(SIZE))
-        except OSError:
-            filler.write_bytes(bytes(filler.stat().st_size - 200_000))
+    fill_up(folder / "filler")
     with unchanged(folder):
         engine.save_checkpoint(folder, tag="second")
         with pytest.raises(RuntimeError, match=f"behind training.*second was not saved to .*: rank .*{FULL}"):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import types
 from pathlib import Path
 
+import killed_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from ds_npu.engine.checkpoints.agreement import StoreAgreement
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-CALLS = ("write", "fsync", "replace", "rename", "unlink")
 
 
 @pytest.fixture
@@ -60,19 +59,7 @@ def killed_at(count: int, action) -> bool:
     """Run ``action`` in a child that is killed before its system call ``count``; whether it came to its end."""
     child = os.fork()
     if child == 0:
-        left = [count]
-
-        def counted(call):
-            def before(*args, **kwargs):
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return call(*args, **kwargs)
-
-            return before
-
-        for name in CALLS:
-            setattr(os, name, counted(getattr(os, name)))
+        killed_ranks.kill_before(count)
         try:
             action()
         finally:

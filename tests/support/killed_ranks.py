@@ -53,14 +53,21 @@ def save(folder: Path, tag: str, number: float, behind: bool) -> None:
         transaction.remove_unfinished()
 
 
-def counted(calls: list[int], call: Callable) -> Callable:
-    def before(*args, **kwargs):
-        calls[0] -= 1
-        if calls[0] < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **kwargs)
+def kill_before(count: int) -> None:
+    """Let this process die before its system call ``count``, from 0 on, of those that change files."""
+    calls = [count]
 
-    return before
+    def counted(call: Callable) -> Callable:
+        def before(*args, **kwargs):
+            calls[0] -= 1
+            if calls[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return before
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
 
 
 def saved_by_two(folder: Path, tag: str, number: float, behind: bool, killed: tuple[int, int] | None = None) -> bool:
@@ -85,9 +92,8 @@ def _rank(store: Path, given: tuple, rank: int, count: int | None) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=20)
         )
-        calls = [0 if count is None else count]
-        for name in CALLS if count is not None else ():
-            setattr(os, name, counted(calls, getattr(os, name)))
+        if count is not None:
+            kill_before(count)
         save(*given)
         code = 0
     except (RuntimeError, TimeoutError):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import threading
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ import torch
 from ds_npu.checkpoint import digests
 from ds_npu.checkpoint.contents import CheckpointFiles, tensors_in
 from ds_npu.checkpoint.digests import DamagedFileError, DigestedWriter, FileDigests, VerifiedReader
-from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.files import CheckpointError, host_memory
 
 CHUNK = 4096
 
@@ -41,6 +45,67 @@ def test_digests_are_those_of_whole_chunks(size, tmp_path):
     assert found == FileDigests(size, tuple(chunks))
     with VerifiedReader(tmp_path / "file", found) as reader:
         assert reader.read() == data and reader.bytes_read == size
+
+
+def test_memory_that_changes_behind_a_write(tmp_path, monkeypatch):
+    """Threads that are late write and hash what they were given: of a buffer that is used again, and of tensors."""
+
+    def late(action):
+        def acts(self, pieces) -> None:
+            time.sleep(0.01)
+            action(self, pieces)
+
+        return acts
+
+    for name in ("_hash", "_write_all"):
+        monkeypatch.setattr(DigestedWriter, name, late(getattr(DigestedWriter, name)))
+    monkeypatch.setattr(digests, "FLUSHED_BYTES", 3 * CHUNK)
+    draw, again, every = random.Random(5), bytearray(2 * CHUNK), b""
+    with DigestedWriter(tmp_path / "file", host_memory(CONTENT)) as writer:
+        for size in (2000, 5, 2 * CHUNK, 999):
+            again[:size] = draw.randbytes(size)
+            every += again[:size]
+            writer.write(memoryview(again)[:size])
+        file: Any = writer
+        torch.save(CONTENT, file)
+    data = (tmp_path / "file").read_bytes()
+    assert data.startswith(every) and len(data) > len(every)
+    (tmp_path / "archive.pt").write_bytes(data[len(every) :])
+    found = torch.load(tmp_path / "archive.pt")
+    assert all(map(torch.equal, *[[each for _, each in tensors_in(content)] for content in (found, CONTENT)]))
+    assert writer.digests() == digests.digests_of((tmp_path / "file").read_bytes())
+
+
+def test_a_disk_that_is_full_behind_a_write(tmp_path, monkeypatch):
+    """What a thread fails with is raised, and no byte behind it is written."""
+    wrote = os.write
+
+    def write(descriptor: int, view: memoryview) -> int:
+        if os.fstat(descriptor).st_size > 2 * CHUNK:
+            raise OSError(28, "No space left on device")
+        return wrote(descriptor, view)
+
+    data = bytearray(4 * CHUNK)
+    lasting = {digests._address(memoryview(data)): len(data)}
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(os, "write", write)
+        with DigestedWriter(tmp_path / "file", lasting) as writer:
+            writer.write(data)
+    assert (tmp_path / "file").stat().st_size == 3 * CHUNK
+    assert not [each for each in threading.enumerate() if "ds_npu_digests" in each.name]
+
+
+def test_chunks_that_are_read_in_turns_are_read_once(tmp_path):
+    """A master and both moments of many small weights, in three parts of a file."""
+    data = random.Random(1).randbytes(12 * CHUNK)
+    found, part, step = written(tmp_path / "file", [data]), 4 * CHUNK, CHUNK // 4 + 8
+    with VerifiedReader(tmp_path / "file", found) as reader:
+        for start in range(0, part, step):
+            for begin in (start, part + start, 2 * part + start):
+                buffer = bytearray(min(step, part - start))
+                reader.read_at(begin, memoryview(buffer))
+                assert buffer == data[begin : begin + len(buffer)]
+        assert reader.bytes_read == len(data)
 
 
 CONTENT = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import sys
 import threading
 import time
 import weakref
@@ -18,14 +19,21 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from ds_npu.checkpoint.files import UNTOUCHED
 from ds_npu.engine.checkpoints.agreement import StoreAgreement
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.engine.failures.failed_ranks import is_of_transport
 from ds_npu.engine.failures.termination import TERMINATION
 from ds_npu.log import logger
 from ds_npu.memory.host_snapshot import HostSnapshot
 
 SIGNAL_WAIT_S, END_WAIT_S = 20.0, 300.0
-"""How long a process that ends waits for the files of other ranks, after a SIGTERM and without one."""
+"""How long a process that ends waits for the files of other ranks: after a SIGTERM or the end of a rank, and else."""
+NOT_TOGETHER = (
+    "What was saved there before is as it was. What to do: find the rank that ended first; start again with what "
+    "latest names there, or with newer copies where a message of ds_npu.checkpoint.peer_copies names them"
+)
+"""What to do where a save has failed since ranks do not answer."""
 ENGINES_COUNTED = itertools.count()
 """Numbers of engines, which are made in the same order on each rank."""
 
@@ -121,7 +129,7 @@ class BackgroundSaves:
             TERMINATION.remove(self._end_soon)
         error, self._error = self._error, None
         if error is not None:
-            raise RuntimeError(f"a save behind training has failed: {error}") from error
+            raise RuntimeError(_told(error)) from error
 
     def _run(self, folder: Path, write: Callable[[], None]) -> None:
         begun = time.monotonic()
@@ -136,15 +144,21 @@ class BackgroundSaves:
             self.snapshot.release()
 
     def _end_soon(self) -> None:
-        self._end(SIGNAL_WAIT_S)
+        self._end(is_hurried=True)
 
-    def _end(self, longest_s: float = END_WAIT_S) -> None:
+    def _end(self, is_hurried: bool = False) -> None:
         """Wait at the end of the process; its error has nobody else to go to."""
         if self._thread is not None:
             if self._agreement is not None:
-                # A rank may have died.
-                self._agreement.hurry(longest_s)
+                ended_by = getattr(sys, "last_value", None)
+                is_hurried = is_hurried or (isinstance(ended_by, BaseException) and is_of_transport(ended_by))
+                self._agreement.hurry(SIGNAL_WAIT_S if is_hurried else END_WAIT_S)
             self._thread.join()
         if self._error is not None:
-            logger().error("a save behind training has failed: %s", self._error)
+            logger().error("%s", _told(self._error))
             self._error = None
+
+
+def _told(error: Exception) -> str:
+    advice = "" if UNTOUCHED in str(error) else f". {NOT_TOGETHER}"
+    return f"a save behind training has failed: {error}{advice}"

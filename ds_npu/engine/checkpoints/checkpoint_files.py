@@ -23,7 +23,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 
 from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.digests import DigestedWriter, FileDigests, flush_folder
-from ds_npu.checkpoint.files import UNTOUCHED, tensor_bytes, why_not_written
+from ds_npu.checkpoint.files import UNTOUCHED, host_memory, tensor_bytes, why_not_written
 from ds_npu.checkpoint.wholeness import UNFINISHED
 from ds_npu.engine.checkpoints.agreement import CollectiveAgreement, RankAgreement
 
@@ -70,7 +70,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         def write(unfinished: Path) -> None:
-            with DigestedWriter(unfinished) as writer:
+            with DigestedWriter(unfinished, host_memory(state_dict)) as writer:
                 file: Any = writer
                 torch.save(state_dict, file, _use_new_zipfile_serialization=self.zipfile_serialization)
             self.digests[Path(path).name] = writer.digests()

@@ -27,7 +27,7 @@ from ds_npu.features.experts.shared_experts import shared_call, shared_changes
 from ds_npu.features.modules.expert_layout import ExpertLayout, Layout, expert_layouts, expert_shard
 from ds_npu.features.modules.listed_experts import ListedLayout, looped_over
 from ds_npu.features.modules.scaled_inputs import compute_scaled, route_to_chosen
-from ds_npu.models import names
+from ds_npu.models import kinds, names
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_saving_shards
 from ds_npu.models.hugging_face_model import config_of, hugging_face_model, is_hugging_face, setting
@@ -172,7 +172,7 @@ def _check(layouts: dict[str, Layout], topology: Topology) -> None:
 
 
 def _check_choices(model: nn.Module, layouts: dict[str, Layout]) -> None:
-    """Raise ValueError where the config of ``model`` gives a token more experts than a layer has."""
+    """Raise ValueError where a token is given more experts than a layer has, or some that have no weights."""
     found = hugging_face_model(model)
     choices = None if found is None else setting(found.config.get_text_config(), "num_experts_per_tok", int)
     for name, layout in layouts.items():
@@ -180,6 +180,15 @@ def _check_choices(model: nn.Module, layouts: dict[str, Layout]) -> None:
             raise ValueError(
                 f"num_experts_per_tok in the config of {type(model).__name__}: found {choices}; at most "
                 f"{layout.count}, the experts of {names.generic(name)}"
+            )
+        shapes = kinds.own_shapes(model.get_submodule(name))
+        counts = {leaf: shape[0] for leaf, shape in shapes.items() if len(shape) == 3}
+        if len({layout.count, *counts.values()}) > 1:
+            found_counts = ", ".join(f"{leaf} {count}" for leaf, count in counts.items())
+            raise ValueError(
+                f"ds_npu.parallel.expert: {names.generic(name)} has weights of different numbers of experts "
+                f"({found_counts}): some have none of their own, as those of LongCat-Flash that are the identity. What "
+                'to do: expert 1 and expert_tensor 1 and no "moe"'
             )
 
 

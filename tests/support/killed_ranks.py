@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import types
@@ -9,17 +10,21 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import counted_kills
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun, manifest_path
+from ds_npu.checkpoint.wholeness import checkpoints_in, newest_whole, verify
+from ds_npu.checkpoint.written import WrittenCheckpoint
 from ds_npu.engine.checkpoints.agreement import StoreAgreement
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 from ds_npu.parallel.tensor.sharding import Sharding
 
 RANKS, ROWS, COLUMNS = 2, 300, 100
 CALLS = ("write", "fsync", "replace", "rename", "unlink")
+DONE = "done"
 PATIENCE_S = 1.0
 """How long a rank waits for the other one's files."""
 HALVES = Sharding(0, ROWS, (((0, ROWS // 2),), ((ROWS // 2, ROWS),)))
@@ -93,10 +98,52 @@ def _rank(store: Path, given: tuple, rank: int, count: int | None) -> None:
             "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=20)
         )
         if count is not None:
-            kill_before(count)
+            counted_kills.arm(given[0], count)
         save(*given)
         code = 0
     except (RuntimeError, TimeoutError):
         code = 1
     finally:
         os._exit(code)
+
+
+def tell(given: str) -> None:
+    """Print the ``outcomes`` of what JSON gives, as JSON."""
+    folder, victim, behind, counts = json.loads(given)
+    print(json.dumps(outcomes(Path(folder), victim, behind, counts)), flush=True)
+
+
+def outcomes(where: Path, victim: int, behind: bool, counts: list[int]) -> list[str]:
+    """What ``latest`` names after a save whose rank ``victim`` was killed before each of the calls ``counts``.
+
+    Whatever is there, the newest whole checkpoint is found and loads, nothing half-written is taken for whole, and a
+    new run saves to the same tag. DONE follows where the save ended before that call, and no more counts are tried.
+    """
+    found = []
+    for count in counts:
+        folder = where / f"{count}"
+        folder.mkdir()
+        assert saved_by_two(folder, "before", 1.0, behind)
+        is_done = saved_by_two(folder, "after", 2.0, behind, (victim, count))
+        named = (folder / "latest").read_text()
+        assert loaded(folder / named) == {"before": 1.0, "after": 2.0}[named]
+        newest = newest_whole(folder)
+        assert newest is not None and loaded(newest) in (1.0, 2.0)
+        assert not [each for each in checkpoints_in(folder) if not each.problems and verify(each)]
+        assert saved_by_two(folder, "after", 3.0, behind)
+        assert loaded(folder / "after") == 3.0 and (folder / "latest").read_text() == "after"
+        assert not [each for each in folder.rglob("*") if each.name.endswith((".unfinished", ".saving"))]
+        found += [named, *([DONE] if is_done else [])]
+        if is_done:
+            break
+    return found
+
+
+def loaded(folder: Path) -> float:
+    """The number that all elements of the checkpoint's weight are."""
+    written = WrittenCheckpoint(folder)
+    written.check_files(0, 1)
+    weight = written.value("weight")
+    written.close()
+    assert tuple(weight.shape) == (ROWS, COLUMNS) and weight.unique().numel() == 1
+    return float(weight[0, 0])

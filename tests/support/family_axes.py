@@ -81,6 +81,8 @@ ON = {
     "experts": (),
 }
 """The axes that a further setting is one of: a family with yes for each of them has to be right with it, too."""
+UNEQUAL_CALLS = {("dbrx", "context, ZeRO 3")}
+"""DBRX calls a module once for each expert that a token chose; ZeRO 3 needs all ranks to call it equally often."""
 MAY_REFUSE = ("sequence", "ulysses", "experts")
 """Further settings that a family may be refused with by name: flattened hidden states, few heads, no experts."""
 
@@ -90,9 +92,10 @@ def decoders() -> dict[str, str]:
     return dict(json.loads(LIST.read_text())["decoders"])
 
 
-def further(recorded: dict[str, str]) -> list[str]:
-    """The further settings of a family whose outcomes on the axes are ``recorded``."""
-    return [name for name, axes in ON.items() if all(recorded.get(axis) == "yes" for axis in axes)]
+def further(kind: str, recorded: dict[str, str]) -> list[str]:
+    """The further settings of the family ``kind`` whose outcomes on the axes are ``recorded``."""
+    right = [name for name, axes in ON.items() if all(recorded.get(axis) == "yes" for axis in axes)]
+    return [name for name in right if (kind, name) not in UNEQUAL_CALLS]
 
 
 def outcome(kind: str, setting: Setting, plan: dict[str, str] | None = None) -> str:
@@ -283,7 +286,7 @@ def main() -> None:
     for kind in options.families or decoders():
         begun = time.perf_counter()
         recorded = results["outcomes"].get(kind, {})
-        names = further(recorded) if options.axes == "further" else options.axes.split(",")
+        names = further(kind, recorded) if options.axes == "further" else options.axes.split(",")
         found = tried(kind, names)
         results["outcomes"].setdefault(kind, {}).update(found | {"commit": options.commit or commit.stdout.strip()})
         options.results.write_text(json.dumps(results, indent=1) + "\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import layout_lives as lives
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 import trusted_loads
 from ranks import run_on_ranks
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from ds_npu.cli.main import main
@@ -37,6 +40,15 @@ def converted(folder: Path, name: str) -> int:
     return main(["convert", str(folder / name), *given])
 
 
+def assert_same_in_float32(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """What ds_npu's script in the place of DeepSpeed's makes of shards."""
+    asked = [sys.executable, f"{folder}/zero_to_fp32.py", str(folder), f"{folder}.fp32"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = load_file(f"{folder}.fp32/model.safetensors")
+    assert found.keys() == expected.keys() and all(each.equal(expected[name]) for name, each in found.items())
+
+
 @pytest.mark.slow
 def test_weights_of_any_layout(tmp_path, capsys):
     run_on_ranks(2, saves, str(tmp_path), deadline_s=400.0)
@@ -48,6 +60,8 @@ def test_weights_of_any_layout(tmp_path, capsys):
         expected = torch.load(tmp_path / f"{index}.pt")
         assert found.keys() == expected.keys()
         assert all(each.equal(expected[name]) for name, each in found.items())
+        if LAYOUTS[index][1]:
+            assert_same_in_float32(tmp_path / f"{index}", expected)
     path = next((tmp_path / "1" / "global_step1").glob("*rank_1*optim_states.pt"))
     trusted_loads.flip(path, path.stat().st_size // 2)
     assert converted(tmp_path, "1") == 1 and "the file is damaged" in capsys.readouterr().err

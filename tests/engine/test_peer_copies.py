@@ -38,7 +38,7 @@ def test_copies_hold_what_a_save_holds(ranks, cases, tmp_path):
 @pytest.mark.parametrize(("ranks", "victims", "section"), CASES, ids=str)
 def test_a_new_start_goes_on_to_the_bit(ranks, victims, section, tmp_path):
     folder = tmp_path / "copies"
-    dying = copied_runs.run(ranks, folder, STEPS, section, victims, DEATH)
+    dying = copied_runs.run(ranks, folder, STEPS, section, (victims, DEATH))
     said = survivors_say(dying, victims)
     assert said.count("is gone. The other ranks write") == len(victims), said
     assert "the files of all ranks are in" in said, said
@@ -54,12 +54,49 @@ def test_a_new_start_goes_on_to_the_bit(ranks, victims, section, tmp_path):
 def test_a_rank_and_its_holder_are_gone(tmp_path):
     """Ranks 1 and 2: nobody has the files of rank 1, and the checkpoint on the disk is loaded."""
     folder = tmp_path / "copies"
-    dying = copied_runs.run(4, folder, STEPS, {}, (1, 2), DEATH)
+    dying = copied_runs.run(4, folder, STEPS, {}, ((1, 2), DEATH))
     said = survivors_say(dying, (1, 2))
     assert said.count("is gone. The other ranks write") == 1 and "the files of all ranks are in" not in said, said
     assert (folder / "latest").read_text() == "global_step2" and newest_whole(folder) == folder / "global_step2"
     again = copied_runs.run(4, folder, STEPS, {})
     assert again.number("begins at") == "2" and again.number("the same is") == "True", again.screens
+
+
+ASYNCHRONOUS = {"checkpoint": {"asynchronous": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.matrix(corners=1, drawn=1)
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_all_ranks_get_sigterm_while_they_save(has_copies, tmp_path):
+    """As a launcher or a scheduler ends a run: what was begun is written, and copies besides, which are newer."""
+    folder, death = tmp_path / "copies", 4 if has_copies else 2
+    copies = {"peer_copies": EVERY, "peer_folder": str(folder)} if has_copies else {}
+    section = {"checkpoint": ASYNCHRONOUS["checkpoint"] | copies}
+    ended = copied_runs.run(2, folder, STEPS, section, ((0, 1), death), copied_runs.TERMINATED_ON_A_SLOW_DISK)
+    said = "".join(ended.screens)
+    assert "has failed" not in said and "Traceback" not in said, said
+    named = folder / (folder / "latest").read_text()
+    assert named.name.startswith(("global_step2", "global_step4_copies") if has_copies else "global_step2"), said
+    # A copy that not all ranks had may be there in part; latest does not name it.
+    for each in (named, folder / "global_step2"):
+        found = next(checkpoints_in(each))
+        assert not found.problems and not verify(found)
+    assert not list(folder.rglob("*.unfinished")) and not list(folder.rglob("*.saving"))
+
+
+@pytest.mark.slow
+def test_a_rank_dies_while_all_save_behind_training(tmp_path):
+    """What cannot be saved any more, and what there is in its place: the last words say what to do."""
+    folder = tmp_path / "copies"
+    section = {"checkpoint": {**ASYNCHRONOUS["checkpoint"], "peer_copies": 2, "peer_folder": str(folder)}}
+    dying = copied_runs.run(2, folder, STEPS, section, ((1,), 2), ("SIGKILL", "slow"))
+    said = survivors_say(dying, (1,))
+    assert "a save behind training has failed: " in said and "the files of all ranks are in" in said, said
+    last = said[max(said.index("a save behind training has failed: "), said.index("the files of all ranks are in")) :]
+    assert "What to do: " in last, said
+    named = folder / (folder / "latest").read_text()
+    assert newest_whole(folder) == named and "_copies_" in named.name, said
 
 
 def test_neighbours_are_on_different_hosts():

@@ -44,11 +44,22 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def run(ranks: int, folder: Path, steps: int, section: dict, victims: tuple[int, ...] = (), death: int = -1) -> Run:
-    """Train to ``steps``; ``victims`` are killed where ``death`` steps are done."""
+KILLED, TERMINATED_ON_A_SLOW_DISK = ("SIGKILL",), ("SIGTERM", "slow")
+
+
+def run(
+    ranks: int,
+    folder: Path,
+    steps: int,
+    section: dict,
+    death: tuple[tuple[int, ...], int] = ((), -1),
+    manner: tuple[str, ...] = KILLED,
+) -> Run:
+    """Train to ``steps``; of ``death``, ranks and a step, the ranks get a signal where so many steps are done."""
+    victims, step = death
     _start_forkserver()
     port, context = free_port(), multiprocessing.get_context("forkserver")
-    given = [str(folder), ",".join(map(str, victims)) or "none", str(death), str(steps), json.dumps(section)]
+    given = [str(folder), ",".join(map(str, victims)) or "none", str(step), str(steps), json.dumps(section), *manner]
     with tempfile.TemporaryDirectory() as screens:
         started = [
             context.Process(target=_life, args=(rank, ranks, port, given, f"{screens}/{rank}")) for rank in range(ranks)
@@ -67,7 +78,7 @@ def run(ranks: int, folder: Path, steps: int, section: dict, victims: tuple[int,
         found = [Path(screens, f"{rank}").read_text() for rank in range(ranks)]
     assert victims or not alive, (alive, found)
     codes = [int(each.exitcode) for each in started]
-    assert all(codes[rank] == -signal.SIGKILL for rank in victims), found
+    assert all(codes[rank] == -getattr(signal, manner[0]) for rank in victims), (codes, found)
     return Run(found, codes)
 
 

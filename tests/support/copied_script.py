@@ -1,6 +1,7 @@
 """A script that trains with copies in peers' memory: FOLDER, victims (ranks, as 1,2), the step they die in, and steps.
 
-It begins where ``latest`` in FOLDER says, and saves there itself before its third step, at its first start.
+It begins where ``latest`` in FOLDER says, and saves there itself before its third step, at its first start. Behind the
+section stands the signal that victims get, and ``slow`` where the disk is slow.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import deepspeed
@@ -17,11 +19,13 @@ import tiny_models
 import torch
 
 import ds_npu  # noqa: F401  (where it is not installed)
+from ds_npu.checkpoint.digests import DigestedWriter
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 GIVEN = [each for each in sys.argv[1:] if not each.startswith("--")]
 """Without what DeepSpeed's launcher adds."""
 FOLDER, VICTIMS, DEATH, STEPS, SECTION = GIVEN[0], GIVEN[1].split(","), *map(int, GIVEN[2:4]), GIVEN[4]
+SIGNAL = getattr(signal, GIVEN[5] if len(GIVEN) > 5 else "SIGKILL")
 EVERY = 4
 CONFIG = {
     "train_batch_size": 4,
@@ -31,6 +35,17 @@ CONFIG = {
 }
 
 
+def slow_disk() -> None:
+    """Let each write to a file take a while."""
+    write = DigestedWriter.write
+
+    def slowly(self, data):
+        time.sleep(0.02)
+        return write(self, data)
+
+    DigestedWriter.write = slowly
+
+
 def engine_of(config: dict):
     model = tiny_models.tiny("llama", torch.float32)
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -38,6 +53,8 @@ def engine_of(config: dict):
 
 def main() -> None:
     deepspeed.init_distributed()
+    if "slow" in GIVEN:
+        slow_disk()
     engine = engine_of(CONFIG)
     is_first = not Path(FOLDER, "latest").exists()
     if not is_first:
@@ -59,7 +76,7 @@ def train(engine, is_first: bool) -> None:
         if step == 2 and is_first:
             engine.save_checkpoint(FOLDER)
         if step == DEATH and os.environ["RANK"] in VICTIMS:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), SIGNAL)
         ids = tiny_models.tokens(4 * (step + 1), 9)[4 * step :][4 // size * rank :][: 4 // size].to(engine.device)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()

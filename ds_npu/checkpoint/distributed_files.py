@@ -71,8 +71,8 @@ class ListedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._allowed.get((module, name))
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
+        if found is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            found = vars(torch)[name]
         if found is None and not self._lets_through:
             raise CheckpointError(
                 f"{self._path} has an object of {module}.{name}, which is not loaded: a file can run code that way. "
@@ -152,7 +152,8 @@ class DistributedFiles:
 
     def _chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
         place: Any = self._places.get((name, offsets))
-        file, transforms = getattr(place, "relative_path", None), getattr(place, "transform_descriptors", None)
+        known = {} if place is None else vars(place)
+        file, transforms = known.get("relative_path"), known.get("transform_descriptors")
         if not isinstance(file, str) or Path(file).name != file or transforms:
             what = "compressed by an extension of torch's" if transforms else f"in {file!r}, no file of this folder"
             raise CheckpointError(

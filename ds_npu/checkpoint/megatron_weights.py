@@ -69,7 +69,7 @@ class MegatronModel:
                 f"{', '.join(FAMILIES)} are converted. What to do: convert it with Megatron's own tools"
             )
         heads = config.num_attention_heads
-        return MegatronModel(heads, getattr(config, "num_key_value_heads", None) or heads, config.vocab_size)
+        return MegatronModel(heads, config.to_dict().get("num_key_value_heads") or heads, config.vocab_size)
 
 
 def megatron_weights(folder: Path, model: MegatronModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -164,7 +164,7 @@ def _is_left_out(name: str, given: Mapping[str, Any]) -> bool:
 
 
 def _rope(config: Any) -> Mapping[str, Any]:
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    found = config.to_dict().get("rope_parameters") or config.to_dict().get("rope_scaling") or {}
     return found if isinstance(found, Mapping) else {}
 
 
@@ -181,10 +181,10 @@ ARGUMENTS: Mapping[str, Callable[[Any], Any]] = {
     "hidden_size": lambda config: config.hidden_size,
     "ffn_hidden_size": lambda config: config.intermediate_size,
     "num_attention_heads": lambda config: config.num_attention_heads,
-    "num_query_groups": lambda config: getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-    "kv_channels": lambda config: getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    "num_query_groups": lambda config: config.to_dict().get("num_key_value_heads") or config.num_attention_heads,
+    "kv_channels": lambda config: config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads,
     "norm_epsilon": lambda config: config.rms_norm_eps,
-    "rotary_base": lambda config: _rope(config).get("rope_theta", getattr(config, "rope_theta", 10000)),
+    "rotary_base": lambda config: _rope(config).get("rope_theta", config.to_dict().get("rope_theta", 10000)),
     "use_rope_scaling": lambda config: _rope(config).get("rope_type", "default") != "default",
     "untie_embeddings_and_output_weights": lambda config: not config.tie_word_embeddings,
 }

@@ -13,6 +13,7 @@ import pathlib
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,14 @@ CLASSES = (
     *(planner.WriteItemType, planner.TensorWriteData, planner.BytesIOWriteData, torch.Size, collections.OrderedDict),
     *(torch.serialization._get_layout, pathlib.PosixPath, pathlib.PurePosixPath),
 )
-ALLOWED: Mapping[tuple[str, str], Any] = {(each.__module__, each.__qualname__): each for each in CLASSES}
-
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+ALLOWED: Mapping[tuple[str, str], Any] = {
+    **{(each.__module__, each.__qualname__): each for each in CLASSES},
+    **{("torch", str(each).removeprefix("torch.")): each for each in DTYPES},
+}
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a chunk."""
@@ -60,7 +67,7 @@ class ForeignObject:
 
 
 class ListedUnpickler(pickle.Unpickler):
-    """Loads a pickle with the classes and functions of ``allowed``, and dtypes of torch.
+    """Loads a pickle with the classes, functions and dtypes of ``allowed``.
 
     Another class raises CheckpointError by its name, or becomes a ForeignObject where ``lets_through``.
     """
@@ -71,8 +78,6 @@ class ListedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._allowed.get((module, name))
-        if found is None and module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            found = vars(torch)[name]
         if found is None and not self._lets_through:
             raise CheckpointError(
                 f"{self._path} has an object of {module}.{name}, which is not loaded: a file can run code that way. "
@@ -97,6 +102,21 @@ def listed_objects(path: Path, allowed: Mapping[tuple[str, str], Any]) -> Any:
         raise unreadable(path, error) from error
 
 
+@dataclass(frozen=True)
+class _Storage:
+    """The bytes of a chunk, as the metadata tells them; its file may be anything."""
+
+    file: object
+    offset: int
+    length: int
+    transforms: object
+    """Extensions that changed the bytes; None or none of them otherwise."""
+
+    @staticmethod
+    def of(stored: filesystem._StorageInfo) -> _Storage:
+        return _Storage(stored.relative_path, stored.offset, stored.length, stored.transform_descriptors)
+
+
 class DistributedFiles:
     """The tensors in ``folder``, by name. All methods raise CheckpointError for what cannot be read."""
 
@@ -112,9 +132,9 @@ class DistributedFiles:
             }
             self.shapes = {str(name): tuple(map(int, each.size)) for name, each in self._tensors.items()}
             """Shapes of the whole tensors."""
-            self._places: dict[tuple[str, tuple[int, ...] | None], Any] = {
-                (each.fqn, None if each.offset is None else tuple(each.offset)): place
-                for each, place in found.storage_data.items()
+            self._storage: dict[tuple[str, tuple[int, ...] | None], _Storage] = {
+                (each.fqn, None if each.offset is None else tuple(each.offset)): _Storage.of(stored)
+                for each, stored in found.storage_data.items()
             }
         except CheckpointError:
             raise
@@ -151,10 +171,9 @@ class DistributedFiles:
             )
 
     def _chunk(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        place: Any = self._places.get((name, offsets))
-        known = {} if place is None else vars(place)
-        file, transforms = known.get("relative_path"), known.get("transform_descriptors")
-        if not isinstance(file, str) or Path(file).name != file or transforms:
+        stored = self._storage.get((name, offsets))
+        file, transforms = (None, None) if stored is None else (stored.file, stored.transforms)
+        if stored is None or not isinstance(file, str) or Path(file).name != file or transforms:
             what = "compressed by an extension of torch's" if transforms else f"in {file!r}, no file of this folder"
             raise CheckpointError(
                 f"{self._folder / METADATA}: the chunk of {name} at {list(offsets)} is {what}. What to do: copy the "
@@ -163,8 +182,8 @@ class DistributedFiles:
         path = self._folder / file
         try:
             with path.open("rb") as opened:
-                opened.seek(place.offset)
-                data = io.BytesIO(opened.read(place.length))
+                opened.seek(stored.offset)
+                data = io.BytesIO(opened.read(stored.length))
             found = torch.load(data, map_location="cpu", weights_only=True)
         except (OSError, pickle.UnpicklingError, *UNREADABLE) as error:
             raise unreadable(path, error) from error

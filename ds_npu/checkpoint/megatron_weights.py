@@ -7,7 +7,6 @@ core/models/gpt/gpt_model.py, core/transformer/{transformer_block,attention,mlp}
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,9 +50,19 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 LISTED = 6
 
 
+class RunArguments:
+    """The arguments of a run by their names, in the place of the argparse.Namespace that Megatron saves."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.values = dict(state)
+
+
 @dataclass(frozen=True)
 class MegatronModel:
-    """What of a Hugging Face model's config tells how Megatron stores it."""
+    """The sizes in a Hugging Face model's config that tell how Megatron stores it."""
 
     heads: int
     groups: int
@@ -138,17 +147,17 @@ def _queries_keys_values(tensor: torch.Tensor, model: MegatronModel) -> list[tor
 
 
 def differences_of_run(folder: Path, config: Any) -> list[str] | None:
-    """What the run that wrote ``folder`` has otherwise than ``config``, in words; None where it says nothing.
+    """Arguments of the run that wrote ``folder`` which ``config`` contradicts, in words; None where none are there.
 
     Formulas that no weight tells: norms, positions, activations. Raises CheckpointError for a damaged file.
     """
     if not (folder / COMMON).is_file():
         return None
-    found = listed_objects(folder / COMMON, {("argparse", "Namespace"): argparse.Namespace})
+    found = listed_objects(folder / COMMON, {("argparse", "Namespace"): RunArguments})
     arguments = found.get("args") if isinstance(found, Mapping) else None
-    if not isinstance(arguments, argparse.Namespace):
+    if not isinstance(arguments, RunArguments):
         return None
-    given = vars(arguments)
+    given = arguments.values
     return [
         f"{name} {given[name]!r} (the config: {wanted!r})"
         for name, wanted_of in ARGUMENTS.items()

@@ -29,11 +29,11 @@ from ds_npu.memory.host_snapshot import HostSnapshot
 
 SIGNAL_WAIT_S, END_WAIT_S = 20.0, 300.0
 """How long a process that ends waits for the files of other ranks: after a SIGTERM or the end of a rank, and else."""
-NOT_TOGETHER = (
+RANKS_GONE = (
     "What was saved there before is as it was. What to do: find the rank that ended first; start again with what "
     "latest names there, or with newer copies where a message of ds_npu.checkpoint.peer_copies names them"
 )
-"""What to do where a save has failed since ranks do not answer."""
+"""The advice where a save has failed since ranks do not answer."""
 ENGINES_COUNTED = itertools.count()
 """Numbers of engines, which are made in the same order on each rank."""
 
@@ -160,5 +160,5 @@ class BackgroundSaves:
 
 
 def _told(error: Exception) -> str:
-    advice = "" if UNTOUCHED in str(error) else f". {NOT_TOGETHER}"
+    advice = "" if UNTOUCHED in str(error) else f". {RANKS_GONE}"
     return f"a save behind training has failed: {error}{advice}"

@@ -7,7 +7,7 @@ import torch
 from drawn_configs import hold_drawn
 from ranks import run_on_ranks
 
-EACH = 6
+EACH = 3
 """Configs of a world."""
 
 

@@ -7,13 +7,13 @@ import torch
 from drawn_configs import hold_drawn
 from ranks import run_on_ranks
 
-EACH = 4
+EACH = 2
 """Configs of a world."""
 
 
 @pytest.mark.slow
 @pytest.mark.matrix(corners=0, drawn=1)
-@pytest.mark.parametrize("world", range(20))
+@pytest.mark.parametrize("world", range(30))
 def test_drawn_configs_are_one_process(world):
     numbers = tuple(range(1000 + world * EACH, 1000 + (world + 1) * EACH))
     asked = (numbers, (torch.float32, torch.bfloat16), "npu")

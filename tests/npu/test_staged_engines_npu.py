@@ -17,21 +17,10 @@ import tensor_parallel_rule as dense
 import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
-from torch import nn
 
 BF16, F64 = torch.bfloat16, torch.float64
 BLOCKS = {"num_hidden_layers": 8}
 """A block for each of two stages of 4 ranks."""
-
-
-def on_npu(model: nn.Module) -> nn.Module:
-    """``model``, which takes its batches to its own device."""
-
-    def moved(_: nn.Module, args: tuple, batch: dict) -> tuple[tuple, dict]:
-        return args, {name: each.to("npu") if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
-
-    model.register_forward_pre_hook(moved, with_kwargs=True)
-    return model.to("npu")
 
 
 def steps(
@@ -48,26 +37,13 @@ def steps(
         section["pipeline"] |= {"virtual_stages": 2} if schedule == "interleaved" else {}
         section |= {"context_parallel": {"algorithm": "ring"}} if "context" in parallel else {}
         engine = rule.engine_of(rule.model_of(family, BF16, **changes), stage, BF16, section)
-        loss, gradients = rule.step_of(engine, BF16)
-        norm = float(engine.get_global_grad_norm())
-        weights = {name: each.double() for name, each in dense.shared(engine.whole_state_dict()).items()}
-        found[schedule, stage] = errors_of(expected, loss, gradients, norm, weights)
-    single = rule.reference(on_npu(rule.model_of(family, BF16, **changes)), dp, BF16)
+        found[schedule, stage] = rule.errors_of_step(engine, BF16, expected)
+    single = rule.reference(rule.taking_batches_to("npu", rule.model_of(family, BF16, **changes)), dp, BF16)
     bound = 2 * gradient_rule.relative(single.gradients, expected.gradients)
     for where, errors in found.items():
         assert max(errors.gradient, errors.norm) <= bound and errors.loss <= 4e-3, (where, errors, bound)
         # The weights were rounded to bf16 after the step; a step that was not made is off by more.
         assert errors.weight <= 2**-8, (where, errors)
-
-
-def errors_of(expected: gradient_rule.Reference, loss: float, gradients: dict, norm: float, weights: dict):
-    assert gradients.keys() >= expected.gradients.keys()
-    return dense.Errors(
-        abs(loss / expected.loss - 1),
-        gradient_rule.relative(gradients, expected.gradients),
-        abs(norm / expected.norm - 1),
-        gradient_rule.relative(weights, expected.weights),
-    )
 
 
 CASES = [

@@ -111,17 +111,8 @@ def hold(case: Drawn, device: str) -> None:
     expected = rule.reference(model_of(case, dtype).double(), dp, torch.float64)
     swapped_activations.LEAST_BYTES = 1
     engine = rule.engine_of(model_of(case, dtype), case.stage, dtype, case.section)
-    loss, gradients = rule.step_of(engine, dtype)
-    norm = float(engine.get_global_grad_norm())
-    weights = {name: each.double() for name, each in dense.shared(engine.whole_state_dict()).items()}
-    assert gradients.keys() >= expected.gradients.keys(), case
+    found = rule.errors_of_step(engine, dtype, expected)
     bound = bounds(case, dtype, dp, expected, device)
-    found = dense.Errors(
-        abs(loss / expected.loss - 1),
-        gradient_rule.relative(gradients, expected.gradients),
-        abs(norm / expected.norm - 1),
-        gradient_rule.relative(weights, expected.weights),
-    )
     assert found.loss <= bound.loss and found.gradient <= bound.gradient, (case, found, bound)
     assert found.norm <= bound.norm and found.weight <= bound.weight, (case, found, bound)
 
@@ -133,19 +124,10 @@ def bounds(case: Drawn, dtype: torch.dtype, dp: int, expected: gradient_rule.Ref
         return dense.Errors(rule.EXACT, rule.EXACT, loose, loose)
     if dtype == torch.float32:
         return dense.Errors(*[4 * rule.SINGLE] * 4)
-    model = model_of(case, dtype).to(device)
-    if device != "cpu":
-        model.register_forward_pre_hook(moved, with_kwargs=True)
-    single = rule.reference(model, dp, dtype)
+    single = rule.reference(rule.taking_batches_to(device, model_of(case, dtype)), dp, dtype)
     bound = 2 * gradient_rule.relative(single.gradients, expected.gradients)
     # Weights are rounded to bf16 behind the step; one that was not made is off by more.
     return dense.Errors(4e-3, bound, bound, 2**-8)
-
-
-def moved(model: nn.Module, args: tuple, batch: dict) -> tuple[tuple, dict]:
-    """A batch goes where the model is."""
-    device = next(model.parameters()).device
-    return args, {name: each.to(device) if isinstance(each, torch.Tensor) else each for name, each in batch.items()}
 
 
 def model_of(case: Drawn, dtype: torch.dtype) -> nn.Module:

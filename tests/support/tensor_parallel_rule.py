@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import gradient_rule as rule
@@ -64,6 +65,25 @@ class Errors:
     norm: float
     weight: float
 
+    def __post_init__(self) -> None:
+        # ``max`` leaves out what is not a number, wherever it does not come first.
+        assert all(map(math.isfinite, (self.loss, self.gradient, self.norm, self.weight))), self
+
+
+def errors_of(
+    expected: rule.Reference,
+    loss: float,
+    gradients: dict[str, torch.Tensor],
+    norm: float,
+    weights: dict[str, torch.Tensor],
+) -> Errors:
+    return Errors(
+        abs(loss / expected.loss - 1),
+        rule.relative(gradients, expected.gradients),
+        abs(norm / expected.norm - 1),
+        rule.relative(weights, expected.weights),
+    )
+
 
 def engine_step(
     family: str, stage: int, dtype: torch.dtype, section: dict, expected: rule.Reference, **changes
@@ -95,12 +115,7 @@ def model_step(model: nn.Module, stage: int, dtype: torch.dtype, section: dict, 
     norm = float(engine.get_global_grad_norm())
     # Context ranks that share a Hugging Face model's sequences return the whole loss each.
     loss = rule.mean_loss(share / topology.size("cp"), topology)
-    return Errors(
-        abs(loss / expected.loss - 1),
-        rule.relative(gradients, expected.gradients),
-        abs(norm / expected.norm - 1),
-        rule.relative(weights, expected.weights),
-    )
+    return errors_of(expected, loss, gradients, norm, weights)
 
 
 def assembled(topology, weight: nn.Parameter, part: torch.Tensor) -> torch.Tensor:

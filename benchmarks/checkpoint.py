@@ -78,14 +78,15 @@ def brake(mib_per_s: float) -> Iterator[None]:
 
 @contextmanager
 def seconds_in(module: str, owner: str, name: str) -> Iterator[list[float]]:
-    """The seconds that calls of a method take in the block."""
-    kind: Any = getattr(importlib.import_module(module), owner)
+    """The seconds that calls of a class's method take in the block, or of a function that a module has (no owner)."""
+    kind: Any = importlib.import_module(module)
+    kind = getattr(kind, owner) if owner else kind
     call, found, depth = getattr(kind, name), [0.0], [0]
 
-    def counted(self: Any, *given: Any) -> Any:
+    def counted(*given: Any) -> Any:
         depth[0] += 1
         begun = time.perf_counter()
-        made = call(self, *given)
+        made = call(*given)
         depth[0] -= 1
         found[0] += 0.0 if depth[0] else time.perf_counter() - begun
         return made
@@ -98,7 +99,7 @@ def seconds_in(module: str, owner: str, name: str) -> Iterator[list[float]]:
 
 
 SNAPSHOT = ("ds_npu.memory.host_snapshot", "HostSnapshot", "of")
-EXCHANGE = ("ds_npu.zero_ext.partition_exchange", "PartitionExchange", "to_plain")
+EXCHANGE = ("ds_npu.zero_ext.bucketed_state", "", "to_plain")
 """What brings ZeRO's partitions from the order of buckets to DeepSpeed's, by collectives; here over gloo."""
 
 

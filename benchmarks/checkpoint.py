@@ -83,10 +83,10 @@ def seconds_in(module: str, owner: str, name: str) -> Iterator[list[float]]:
     kind = getattr(kind, owner) if owner else kind
     call, found, depth = getattr(kind, name), [0.0], [0]
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any, **named: Any) -> Any:
         depth[0] += 1
         begun = time.perf_counter()
-        made = call(*given)
+        made = call(*given, **named)
         depth[0] -= 1
         found[0] += 0.0 if depth[0] else time.perf_counter() - begun
         return made

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ds_npu.memory.host_snapshot import HostSnapshot
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 from ds_npu.zero_ext.bucket_memory import BucketedGroup
 from ds_npu.zero_ext.bucket_plan import Run
@@ -27,6 +28,9 @@ VALUES, RUNS = TensorAttribute[Functions]("ds_npu_values"), TensorAttribute[Sequ
 
 class BucketedState:
     """Masters and state of one DeepSpeedZeroOptimizer."""
+
+    snapshot: HostSnapshot | None = None
+    """The snapshot that is taken of the state in DeepSpeed's order now, whose host memory it has then."""
 
     def __init__(self, optimizer: Any, groups: Mapping[int, BucketedGroup], own_parts: Callable[[], list[Any]]) -> None:
         """``groups``: those over several ranks; ``own_parts`` makes DeepSpeed's list of partitions of the weights."""
@@ -93,8 +97,13 @@ class BucketedState:
             states[master] = {**states.get(master, {}), **state}
 
     def _plain(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        group = self._groups[index]
-        return to_plain(x, torch.empty_like(x, device="cpu"), group.plan, group.ranks)
+        group, snapshot = self._groups[index], self.snapshot
+        if snapshot is None:
+            return to_plain(x, torch.empty_like(x, device="cpu"), group.plan, group.ranks)
+        with snapshot.behind():
+            plain = to_plain(x, snapshot.memory_like(x), group.plan, group.ranks, waits=False)
+        snapshot.keep(x)
+        return plain
 
     def _bucketed(self, index: int, before: Mapping[str, torch.Tensor]) -> Arrays:
         """The arrays that there are now, in the order of buckets, in the memory of those of before where they fit."""

@@ -57,28 +57,37 @@ def transfers_of(plan: BucketPlan) -> list[Transfer]:
     return found
 
 
-def to_plain(x: torch.Tensor, out: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:
+def to_plain(
+    x: torch.Tensor, out: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup, waits: bool = True
+) -> torch.Tensor:
     """Write a rank's partition in DeepSpeed's order into ``out``; ``x``: its partition in the order of buckets.
 
-    Both flat and of one dtype, on the device or on the host. All ranks of ``group`` call it.
+    Both flat and of one dtype, on the device or on the host. All ranks of ``group`` call it. Without ``waits``, which
+    pinned memory needs, ``out`` has its values once the current stream has come so far.
     """
-    return _exchange(x, out, transfers_of(plan), group)
+    return _exchange(x, out, transfers_of(plan), group, waits)
 
 
 def to_bucketed(x: torch.Tensor, out: torch.Tensor, plan: BucketPlan, group: dist.ProcessGroup) -> torch.Tensor:
     """Write a rank's partition in the order of buckets into ``out``; ``x``: its partition in DeepSpeed's order."""
-    return _exchange(x, out, [each.back() for each in transfers_of(plan)], group)
+    return _exchange(x, out, [each.back() for each in transfers_of(plan)], group, waits=True)
 
 
 @torch.no_grad()
 def _exchange(
-    x: torch.Tensor, out: torch.Tensor, transfers: Sequence[Transfer], group: dist.ProcessGroup
+    x: torch.Tensor, out: torch.Tensor, transfers: Sequence[Transfer], group: dist.ProcessGroup, waits: bool
 ) -> torch.Tensor:
     device = get_accelerator().current_device_name()
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own = [each for each in transfers if rank in (each.sender, each.receiver)]
-    for low in range(0, out.numel(), WINDOW):
-        inside = [part for each in own if (part := each.within(low, low + WINDOW)).numel]
+    others = []
+    for each in transfers:
+        if each.sender == each.receiver == rank:
+            own = x[each.start : each.start + each.numel]
+            out[each.first : each.first + each.numel].copy_(own, non_blocking=not waits)
+        elif each.sender != each.receiver:
+            others.append(each)
+    for low in range(0, out.numel() if others else 0, WINDOW):
+        inside = [part for each in others if (part := each.within(low, low + WINDOW)).numel]
         # In the order of the ranks, and within one in that of its elements, as the receiver takes them.
         sent = sorted((each for each in inside if each.sender == rank), key=lambda each: (each.receiver, each.first))
         received = sorted(
@@ -93,5 +102,5 @@ def _exchange(
         rows = exchange_rows(torch.cat(parts) if parts else x.new_empty(0, device=device), to, of, group).wait()
         arrived = torch.split(rows, [each.numel for each in received])
         for each, values in zip(received, arrived, strict=True):
-            out[each.first : each.first + each.numel].copy_(values)
+            out[each.first : each.first + each.numel].copy_(values, non_blocking=not waits)
     return out

@@ -7,7 +7,8 @@ is queued behind ``hold_back`` on the computing stream may write to the tensors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,33 @@ class HostSnapshot:
             return type(content)(self.of(each, at_once) for each in content)
         return copy.deepcopy(content)
 
+    def memory_like(self, x: torch.Tensor) -> torch.Tensor:
+        """Host memory for values of ``x``, which is contiguous, that are brought there ``behind`` other work.
+
+        ``of`` takes what is in it for a copy; nobody may read it before ``wait`` returns.
+        """
+        target = self._host_memory(x.numel() * x.element_size(), x.device.type == "cpu")
+        self._copies[target.untyped_storage()._cdata] = target
+        return target.view(x.dtype).view(x.shape)
+
+    @contextmanager
+    def behind(self) -> Iterator[None]:
+        """Queue what is within it on the stream of copies, behind what the computing stream has."""
+        if self._device_type == "cpu":
+            yield
+            return
+        device = torch.get_device_module(self._device_type)
+        if self._stream is None:
+            self._stream = device.Stream()
+        self._stream.wait_stream(device.current_stream())
+        with device.stream(self._stream):
+            yield
+
+    def keep(self, source: torch.Tensor) -> None:
+        """Let nothing else have the memory of ``source``, which is read ``behind`` other work, before it was read."""
+        if self._stream is not None and source.device.type == self._device_type:
+            source.record_stream(self._stream)
+
     def finish(self) -> None:
         """Record that all was asked for."""
         if self._stream is not None:
@@ -93,24 +121,20 @@ class HostSnapshot:
             return known
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         is_here = storage.device.type == "cpu"
-        free = self._free.get(storage.nbytes())
-        target = free.pop() if free else torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=not is_here)
+        target = self._host_memory(storage.nbytes(), is_here)
         if is_here:
             target.copy_(source)
         elif storage.data_ptr() in at_once:
             target.copy_(source, non_blocking=True)
         else:
-            self._copy_behind(target, source)
+            with self.behind():
+                target.copy_(source, non_blocking=True)
+            self.keep(source)
         self._copies[storage._cdata] = target
         # A storage that is freed before the snapshot ends could give its number to another one.
         self._sources.append(source)
         return target
 
-    def _copy_behind(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        device = torch.get_device_module(self._device_type)
-        if self._stream is None:
-            self._stream = device.Stream()
-        self._stream.wait_stream(device.current_stream())
-        with device.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        source.record_stream(self._stream)
+    def _host_memory(self, nbytes: int, is_here: bool) -> torch.Tensor:
+        free = self._free.get(nbytes)
+        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=not is_here)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.checkpoints.peer_copies import KEY, PeerCopies
 from ds_npu.engine.topology_engine import TopologyEngine
 from ds_npu.topology.degrees import NAMES, Axis
+from ds_npu.zero_ext.bucketed_zero import BUCKETED
 from ds_npu.zero_ext.method_wraps import MethodLevel
 
 RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
@@ -68,18 +71,18 @@ class AtomicCheckpoints(TopologyEngine):
         else:
             buffers = {each.untyped_storage().data_ptr() for each in self.module.buffers()}
             transaction = BackgroundTransaction(plain, save_latest, behind, buffers)
-        self.checkpoint_engine = transaction
         try:
-            return bool(super().save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
+            with self._saving_by(transaction):
+                return bool(super().save_checkpoint(save_dir, tag, given[0], False, exclude_frozen_parameters))
         finally:
-            self.checkpoint_engine = plain
             if behind is None:
                 transaction.remove_unfinished()
+            else:
+                behind.forget_unbegun()
 
     def put_own_files(self, transaction: CheckpointTransaction, save_dir: str, tag: str) -> None:
         """Let ``transaction`` save what this rank has in a checkpoint, without a word with other ranks."""
-        plain, self.checkpoint_engine = self.checkpoint_engine, transaction
-        try:
+        with self._saving_by(transaction):
             if self._optimizer_has_ckpt_event_prologue():
                 self.optimizer.checkpoint_event_prologue()
             self._save_checkpoint(save_dir, tag, {})
@@ -87,8 +90,20 @@ class AtomicCheckpoints(TopologyEngine):
                 self._save_zero_checkpoint(save_dir, tag)
             if self._optimizer_has_ckpt_event_epilogue():
                 self.optimizer.checkpoint_event_epilogue()
+
+    @contextmanager
+    def _saving_by(self, transaction: CheckpointTransaction) -> Iterator[None]:
+        """Within it DeepSpeed saves by ``transaction``, and state that is brought to the host goes to its snapshot."""
+        plain, self.checkpoint_engine = self.checkpoint_engine, transaction
+        bucketed = None if self.optimizer is None else BUCKETED.get(self.optimizer)
+        if bucketed is not None:
+            bucketed.state.snapshot = transaction.snapshot
+        try:
+            yield
         finally:
             self.checkpoint_engine = plain
+            if bucketed is not None:
+                bucketed.state.snapshot = None
 
     def copy_to_peers(self, folder: Path, steps: int) -> str:
         """Keep copies of this rank's files in memory, and in a peer's, from now on; says so in a line.

@@ -45,20 +45,21 @@ class BackgroundTransaction(CheckpointTransaction):
         self, plain: TorchCheckpointEngine, save_latest: bool, saves: BackgroundSaves, at_once: Set[int]
     ) -> None:
         super().__init__(plain, save_latest, saves.agreement())
-        self._snapshot, self._begin, self._at_once = saves.snapshot, saves.begin, at_once
+        self.snapshot: HostSnapshot = saves.snapshot
+        self._begin, self._at_once = saves.begin, at_once
         self._waiting: list[tuple[Any, str]] = []
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._waiting.append((self._snapshot.of(state_dict, self._at_once), path))
+        self._waiting.append((self.snapshot.of(state_dict, self._at_once), path))
 
     def commit(self, info: Any) -> bool:
-        self._snapshot.finish()
+        self.snapshot.finish()
         self._begin(Path(info.save_dir, str(info.tag)), lambda: self._run(info))
         return True
 
     def _run(self, info: Any) -> None:
         try:
-            self._snapshot.wait()
+            self.snapshot.wait()
             while self._waiting:
                 super().save(*self._waiting.pop(0))
             super().commit(info)
@@ -108,6 +109,11 @@ class BackgroundSaves:
         self._thread = threading.Thread(target=self._run, args=(folder, write), name=f"saving {folder}", daemon=True)
         TERMINATION.add(self._end_soon)
         self._thread.start()
+
+    def forget_unbegun(self) -> None:
+        """Drop the snapshot of a save that ended before it was to be written."""
+        if self._thread is None:
+            self.snapshot.release()
 
     def is_saved(self) -> bool:
         """Wait until the running save has ended; whether it is on the disk."""

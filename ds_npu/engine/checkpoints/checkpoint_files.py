@@ -26,6 +26,7 @@ from ds_npu.checkpoint.digests import DigestedWriter, FileDigests, flush_folder
 from ds_npu.checkpoint.files import UNTOUCHED, host_memory, tensor_bytes, why_not_written
 from ds_npu.checkpoint.wholeness import UNFINISHED
 from ds_npu.engine.checkpoints.agreement import CollectiveAgreement, RankAgreement
+from ds_npu.memory.host_snapshot import HostSnapshot
 
 OF_A_CHECKPOINT = re.compile(
     r"(.*mp_rank_\d+_(model|optim)_states\.pt|layer_\d+-.*model_states\.pt|experts_.*_model_states\.pt"
@@ -43,6 +44,9 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     It takes the place of ``plain`` while one checkpoint is saved. A failure is kept until ``commit``, which raises
     RuntimeError on all ranks alike; every file that was there before is then as it was.
     """
+
+    snapshot: HostSnapshot | None = None
+    """What it copies tensors to before they are written; None where it writes them as they are."""
 
     def __init__(self, plain: TorchCheckpointEngine, save_latest: bool, agreement: RankAgreement | None = None) -> None:
         self.__dict__.update(vars(plain))

@@ -44,7 +44,7 @@ class CapturedFiles(CheckpointTransaction):
 
     def __init__(self, plain: TorchCheckpointEngine, snapshot: HostSnapshot) -> None:
         super().__init__(plain, save_latest=False)
-        self._snapshot = snapshot
+        self.snapshot: HostSnapshot = snapshot
         self.contents: list[tuple[Path, Any]] = []
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -54,7 +54,7 @@ class CapturedFiles(CheckpointTransaction):
         """Nothing: scripts that DeepSpeed adds to a checkpoint are no part of it."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.contents.append((Path(path), self._snapshot.of(state_dict)))
+        self.contents.append((Path(path), self.snapshot.of(state_dict)))
 
     def move_to(self, files: RankFiles) -> None:
         """Make ``files`` of what was captured, the manifest last."""

@@ -14,16 +14,19 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 RANKS, MIB = 2, 2**20
+PARTS = ("call", "speed", "bytes")
+"""What a call blocks on a slow disk; the speed of saving; the bytes that loads at other layouts read."""
 PIECE_BYTES = 4 * MIB
 SIZES = {
     "hidden_size": 512,
@@ -112,9 +115,10 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def plain_writes(folder: Path, files: list[bytes]) -> None:
-    """Write files with these bytes, as plainly as can be; all ranks end together, as a save does."""
+    """Write new files with these bytes, as plainly as can be; all ranks end together, as a save does."""
+    folder.mkdir(parents=True)
     for index, data in enumerate(map(memoryview, files)):
-        descriptor = os.open(folder / f"plain_{os.getpid()}_{index}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        descriptor = os.open(folder / f"{index}", os.O_WRONLY | os.O_CREAT)
         for start in range(0, len(data), PIECE_BYTES):
             os.write(descriptor, data[start : start + PIECE_BYTES])
         os.fsync(descriptor)
@@ -161,7 +165,8 @@ def on_a_slow_disk(folder: Path, engines: tuple[Any, Any], arguments: argparse.N
         )
 
 
-def against_plain_writes(folder: Path, rank: int, engine: Any, rounds: int) -> Iterator[str]:
+def against_plain_writes(folder: Path, rank: int, engine: Any, arguments: argparse.Namespace) -> Iterator[str]:
+    """Both write to new folders, as training does; they are removed outside of the times."""
     engine.save_checkpoint(str(folder / "fast"))
     tag = folder / "fast" / (folder / "fast" / "latest").read_text()
     files = [
@@ -170,15 +175,19 @@ def against_plain_writes(folder: Path, rank: int, engine: Any, rounds: int) -> I
         if (f"pp_rank_{rank}_" in path.name) or (rank == 0 and "pp_rank" not in path.name)
     ]
     yield f"rank 0 writes {sum(map(len, files)) / MIB:,.0f} MiB; the seconds of plain writes / those of a save:"
-    for _ in range(rounds):
-        plain = timed(lambda: plain_writes(folder, files))
-        with seconds_in(*EXCHANGE) as exchanged:
-            saved = timed(lambda: engine.save_checkpoint(str(folder / "fast")))
-        rest = saved - exchanged[0]
-        ratios = f"{plain / saved:.2f}, without the exchange of partitions {plain / rest:.2f}"
-        yield f"  {plain:.2f} / {saved:.2f} = {ratios}"
+    for speed, _ in itertools.product((arguments.mib_per_s, 2 * arguments.mib_per_s, None), range(arguments.rounds)):
+        with brake(speed) if speed else nullcontext():
+            plain = timed(lambda: plain_writes(folder / f"plain_{rank}", files))
+            with seconds_in(*EXCHANGE) as exchanged:
+                saved = timed(lambda: engine.save_checkpoint(str(folder / "new")))
+        shutil.rmtree(folder / f"plain_{rank}")
+        if rank == 0:
+            shutil.rmtree(folder / "new")
+        disk = f"a disk of {speed:.0f} MiB/s a rank" if speed else "this disk"
+        ratio = f"{plain:.2f} / {saved:.2f} = {plain / saved:.2f}"
+        yield f"  {disk}: {ratio}, of which the exchange of partitions {exchanged[0]:.2f}"
     yield "one rank alone, without an engine, 256 MiB: the seconds of plain writes / those of a file with digests:"
-    for _ in range(rounds):
+    for _ in range(arguments.rounds):
         plain, saved = (one_file(folder, has_digests) if rank == 0 else 0.0 for has_digests in (False, True))
         importlib.import_module("torch.distributed").barrier()
         yield f"  {plain:.2f} / {saved:.2f} = {plain / max(saved, 1e-9):.2f}"
@@ -194,19 +203,40 @@ class BytesRead(logging.Handler):
         self.found = int(told[1].replace(",", "")) if told else self.found
 
 
-def at_other_layouts(folder: Path) -> Iterator[str]:
+@contextmanager
+def chunks_read() -> Iterator[set[tuple[str, int]]]:
+    """The chunks that are read in the block, each once: what is read beyond them is read twice."""
+    kind: Any = importlib.import_module("ds_npu.checkpoint.digests").VerifiedReader
+    fill, found = kind._fill, set[tuple[str, int]]()
+
+    def noted(self: Any, start: int, view: memoryview) -> None:
+        last = (start + len(view) - 1) // PIECE_BYTES
+        found.update((str(self.path), chunk) for chunk in range(start // PIECE_BYTES, last + 1))
+        fill(self, start, view)
+
+    kind._fill = noted
+    try:
+        yield found
+    finally:
+        kind._fill = fill
+
+
+def at_other_layouts(folder: Path, wide: Any) -> Iterator[str]:
     """Bytes that each rank reads, and keeps: of its weights, their masters and both moments, in float32 and in bf16."""
     log: Any = importlib.import_module("ds_npu.log")
     dist: Any = importlib.import_module("torch.distributed")
     first = engine_of(is_narrow=True)
     train(first)
     first.save_checkpoint(str(folder / "narrow"))
+    wide.save_checkpoint(str(folder / "wide"))
     for is_narrow, section in itertools.product((False, True), LAYOUTS):
         engine, handler = engine_of(is_narrow, **section), BytesRead()
         level = log.logger().level
         log.logger().setLevel(logging.INFO)
         log.logger().addHandler(handler)
-        engine.load_checkpoint(str(folder / ("narrow" if is_narrow else "fast")))
+        with chunks_read() as chunks:
+            engine.load_checkpoint(str(folder / ("narrow" if is_narrow else "wide")))
+        once = sum(min(PIECE_BYTES, os.path.getsize(path) - chunk * PIECE_BYTES) for path, chunk in chunks)
         log.logger().removeHandler(handler)
         log.logger().setLevel(level)
         stepped = sum(run.numel for run in engine.optimizer_layout.runs.values())
@@ -214,9 +244,12 @@ def at_other_layouts(folder: Path) -> Iterator[str]:
         own = (2, 12) if is_narrow else (4, 8)
         kept = own[0] * sum(each.numel() for each in engine.module.parameters()) + own[1] * stepped
         found: list[Any] = [None] * RANKS
-        dist.all_gather_object(found, (handler.found, kept))
-        for rank, (read, held) in enumerate(found):
-            sizes = f"reads {read / MIB:.1f} MiB and keeps {held / MIB:.1f} MiB: {read / held:.3f}"
+        dist.all_gather_object(found, (handler.found, once, kept))
+        for rank, (read, once, held) in enumerate(found):
+            sizes = (
+                f"keeps {held / MIB:.1f} MiB, which {once / MIB:.1f} MiB of whole chunks hold, and reads "
+                f"{read / MIB:.1f} MiB: {read / once:.3f} of the chunks"
+            )
             kind = "bf16" if is_narrow else "float32"
             yield f"{kind}, ZeRO 1 of 2 ranks, loaded with {section['parallel']}: rank {rank} {sizes}"
 
@@ -230,12 +263,12 @@ def measure(rank: int, folder: Path, arguments: argparse.Namespace) -> None:
     blocking, behind = engine_of(), engine_of(checkpoint={"asynchronous": True})
     train(blocking)
     train(behind)
-    lines = itertools.chain(
-        on_a_slow_disk(folder, (blocking, behind), arguments),
-        against_plain_writes(folder, rank, blocking, arguments.rounds),
-        at_other_layouts(folder),
-    )
-    for line in lines:
+    parts = {
+        "call": lambda: on_a_slow_disk(folder, (blocking, behind), arguments),
+        "speed": lambda: against_plain_writes(folder, rank, blocking, arguments),
+        "bytes": lambda: at_other_layouts(folder, blocking),
+    }
+    for line in itertools.chain.from_iterable(parts[each]() for each in arguments.parts):
         if rank == 0:
             print(line, flush=True)
     dist.barrier()
@@ -244,6 +277,7 @@ def measure(rank: int, folder: Path, arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mib-per-s", type=float, default=100.0)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -22,7 +22,7 @@ DIGEST_CHARACTERS = 32
 """Hexadecimal characters of a digest: the first 16 bytes of a SHA-256."""
 HEADER_BYTES = 30
 """Bytes of the header of an archive's record, without its name."""
-KEPT_CHUNKS = 6
+KEPT_CHUNKS = 8
 """Chunks of a file that are kept: a weight's master and moments are read in turns, and lie far from each other."""
 SMALL_BYTES = 2**16
 """Pieces below this size are hashed with a larger one: to hand each to another thread takes longer."""

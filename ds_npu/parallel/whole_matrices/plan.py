@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from ds_npu.parallel.whole_matrices.pieces import Matrix, MatrixPiece, WeightHolding, matrices_of, pieces_of
 
-WAVE = 1 << 26
-"""Elements of the matrices that a rank brings together at one time, unless one matrix has more."""
+WAVE, LEAST_WAVE, WAVES = 1 << 26, 1 << 20, 4
+"""Elements of the matrices that a rank brings together at one time, at most, unless one matrix has more: of few, a
+WAVES-th, since messages hide behind other waves only, but as many that a message takes longer than its latency."""
 FLOP_OF_AN_ELEMENT = 25_000.0
 """FLOP of an iteration in the time in which an element comes and its update goes: some 6 bytes at 50 GB/s, with
 200 TFLOP/s (Atlas 800T A2, as topology/machines.json has it). It only chooses between owners."""
@@ -162,19 +163,20 @@ def owners_of(pieces: Sequence[Sequence[MatrixPiece]], costs: Sequence[float], r
 
 
 def _waves(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The matrices of each wave: as many of each owner's as WAVE elements hold, one shape behind the other."""
+    """The matrices of each wave: as many of each owner's as a wave's elements hold, one shape behind the other."""
     waves: list[list[int]] = []
+    sizes = [each.rows * each.columns for each in matrices]
     for rank in range(ranks):
         own = [matrix for matrix, owner in enumerate(owners) if owner == rank]
+        most = min(max(sum(sizes[each] for each in own) // WAVES, LEAST_WAVE), WAVE)
         index, elements = 0, 0
         for matrix in sorted(own, key=lambda each: (*matrices[each].form, each)):
-            numel = matrices[matrix].rows * matrices[matrix].columns
-            if elements and elements + numel > WAVE:
+            if elements and elements + sizes[matrix] > most:
                 index, elements = index + 1, 0
             if index == len(waves):
                 waves.append([])
             waves[index].append(matrix)
-            elements += numel
+            elements += sizes[matrix]
     return tuple(map(tuple, waves))
 
 

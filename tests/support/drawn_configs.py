@@ -5,6 +5,7 @@ Each is held to one process in float64, with what is on by default on NPUs (``gr
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -101,6 +102,27 @@ def drawn(number: int, dtypes: tuple[torch.dtype, ...]) -> Drawn:
         )
 
 
+ROOMS: tuple[Keys, ...] = ({}, {"moe": {"row_margin": 1.5}})
+"""Experts whose rows have the memory that was counted, and memory of a given size."""
+
+
+def stages_by_axes() -> list[Drawn]:
+    """Each stage of ZeRO with each of AXES and of ROOMS that the section's rules allow beside them."""
+    found = []
+    for stage, parallel, rooms in itertools.product((0, 1, 2, 3), AXES, ROOMS):
+        section = {"parallel": parallel} | rooms
+        is_allowed = not list(broken_rules(DsNpuConfig.model_validate(section), frozenset()))
+        if is_allowed and ("pipeline" not in parallel or stage < 3) and ("expert" in parallel or not rooms):
+            family = "qwen3_moe" if "expert" in parallel else "llama"
+            found.append(Drawn(family, stage, torch.float64, section))
+    return found
+
+
+def hold_all(cases: tuple[Drawn, ...], device: str) -> None:
+    for case in cases:
+        hold(case, device)
+
+
 def hold(case: Drawn, device: str) -> None:
     """Hold one step to one process."""
     dtype = torch.float32 if case.recomputes and case.dtype == torch.float64 else case.dtype
@@ -135,5 +157,4 @@ def model_of(case: Drawn, dtype: torch.dtype) -> nn.Module:
 
 
 def hold_drawn(numbers: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    for number in numbers:
-        hold(drawn(number, dtypes), device)
+    hold_all(tuple(drawn(number, dtypes) for number in numbers), device)

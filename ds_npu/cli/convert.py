@@ -78,7 +78,7 @@ def _megatron_folder(folder: Path) -> Path | None:
         return folder
     if not (folder / LATEST).is_file():
         return None
-    text = (folder / LATEST).read_text().strip()
+    text = (folder / LATEST).read_text(errors="replace").strip()
     inside = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
     return inside if (inside / METADATA).is_file() else None
 

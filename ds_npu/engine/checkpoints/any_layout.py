@@ -255,7 +255,7 @@ def _folder_of(load_dir: Any, tag: str | None, file: str) -> Path | None:
 
     def latest() -> str | None:
         path = Path(load_dir, file)
-        return path.read_text().strip() if tag is None and path.is_file() else tag
+        return path.read_text(errors="replace").strip() if tag is None and path.is_file() else tag
 
     tags = _on_every_rank(latest)
     if len(set(map(str, tags))) > 1:

@@ -14,7 +14,7 @@ from ds_npu.checkpoint.contents import CheckpointFiles
 from ds_npu.checkpoint.damage import damage_message
 from ds_npu.checkpoint.digests import DamagedFileError, FileDigests
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.manifest import FILE, Manifest, manifest_of_json, manifest_path
+from ds_npu.checkpoint.manifest import FILE, Manifest, manifest_of_json, manifest_path, text_of_manifest
 from ds_npu.checkpoint.wholeness import newest_whole
 
 NAME = re.compile(re.escape(FILE).replace(r"\{:05d\}", r"(\d+)"))
@@ -42,14 +42,14 @@ class CheckpointFolder:
         if rank not in self._manifests:
             if not path.exists():
                 return None
-            self._manifests[rank] = manifest_of_json(_text_of(path), path)
+            self._manifests[rank] = manifest_of_json(text_of_manifest(path), path)
         return self._manifests[rank]
 
     def digests_of(self, name: str) -> FileDigests | None:
         """The digests of the file ``name``; None where no manifest that this machine sees has them."""
         for rank in self._ranks_with_manifests():
             # A world of many ranks has many manifests, and parsing takes longer than reading.
-            if rank in self._manifests or json.dumps(name) in _text_of(manifest_path(self.folder, rank)):
+            if rank in self._manifests or json.dumps(name) in text_of_manifest(manifest_path(self.folder, rank)):
                 manifest = self.manifest(rank)
                 if manifest is not None and name in manifest.digests:
                     return manifest.digests[name]
@@ -141,10 +141,3 @@ class CheckpointFolder:
     def _ranks_with_manifests(self) -> list[int]:
         named = (NAME.fullmatch(path.name) for path in self.folder.glob("*.json"))
         return sorted(int(each[1]) for each in named if each is not None)
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. What to do: copy the whole folder again") from error

@@ -170,6 +170,14 @@ def manifest_path(folder: Path, rank: int) -> Path:
     return folder / FILE.format(rank)
 
 
+def text_of_manifest(path: Path) -> str:
+    """The text of a manifest; raises CheckpointError for a file that is not there, or whose bytes are no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. What to do: copy the whole folder again") from error
+
+
 class _WrongJsonError(ValueError):
     """A value that no manifest has."""
 

@@ -99,7 +99,7 @@ def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Seq
 
 def _named(folder: Path) -> str | None:
     path = folder / LATEST
-    return path.read_text().strip() if path.is_file() else None
+    return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
 def _step_of(folder: Path, classes: Sequence[Any]) -> int:

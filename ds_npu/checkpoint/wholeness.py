@@ -11,7 +11,7 @@ from pathlib import Path
 from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.digests import damages
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.manifest import FILE, Manifest, manifest_of_json, manifest_path
+from ds_npu.checkpoint.manifest import FILE, Manifest, manifest_of_json, manifest_path, text_of_manifest
 
 OF_DEEPSPEED = re.compile(r".*(model|optim)_states\.pt")
 UNIVERSAL = "zero"
@@ -110,7 +110,7 @@ def _is_checkpoint(folder: Path) -> bool:
 def _read_manifest(found: FoundCheckpoint, path: Path) -> Manifest:
     if not path.exists():
         raise CheckpointError(f"{path.name} is missing")
-    manifest = manifest_of_json(path.read_text(encoding="utf-8"), path)
+    manifest = manifest_of_json(text_of_manifest(path), path)
     found.manifests.append(manifest)
     return manifest
 

@@ -53,10 +53,12 @@ def _run(arguments: Namespace) -> int:
         return refused("convert", f"{printable(str(folder))}: there is no such folder")
     if arguments.to == "hf" and (megatrons := _megatron_folder(folder)) is not None:
         return _convert_megatron(megatrons, arguments)
-    whole = next((each for each in checkpoints_in(folder) if each.manifests and not each.problems), None)
+    found = list(checkpoints_in(folder))
+    whole = next((each for each in found if each.manifests and not each.problems), None)
     if whole is None:
-        what = "there is no whole checkpoint with manifests in it (ds_npu inspect says what is there)"
-        return refused("convert", f"{printable(str(folder))}: {what}")
+        problem = next((f": {each.folder.name}: {each.problems[0]}" for each in found if each.problems), "")
+        what = f"there is no whole checkpoint with manifests in it{problem} (ds_npu inspect says what is there)"
+        return refused("convert", one_line(f"{printable(str(folder))}: {what}"))
     try:
         if arguments.to == "universal":
             count = cli_module("universal_weights").write_universal(whole.folder, arguments.out, arguments.allow)
@@ -78,7 +80,7 @@ def _megatron_folder(folder: Path) -> Path | None:
         return folder
     if not (folder / LATEST).is_file():
         return None
-    text = (folder / LATEST).read_text().strip()
+    text = (folder / LATEST).read_text(errors="replace").strip()
     inside = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
     return inside if (inside / METADATA).is_file() else None
 

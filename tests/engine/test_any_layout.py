@@ -93,3 +93,8 @@ def test_kept_states_stay_bit_for_bit(tmp_path):
 
 def test_parts_of_a_checkpoint(tmp_path):
     run_on_ranks(2, lives.parts_of_a_load, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_ranks_that_share_samples_draw_the_same(tmp_path):
+    run_on_ranks(2, lives.random_states, str(tmp_path))

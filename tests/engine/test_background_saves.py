@@ -12,10 +12,11 @@ from pathlib import Path
 
 import background_lives as lives
 import pytest
+import trainer_runs
 from ranks import run_on_ranks
 from transformers import trainer
 
-from ds_npu.checkpoint.wholeness import newest_whole
+from ds_npu.checkpoint.wholeness import checkpoints_in, newest_whole, verify
 from ds_npu.engine.checkpoints.background_saves import BackgroundSaves
 
 SCRIPT = Path(lives.__file__).with_name("background_script.py")
@@ -78,3 +79,20 @@ def test_the_last_whole_checkpoint_stays_until_the_next_one_is_saved(tmp_path):
         assert checkpoints[0].exists() is not is_saved and checkpoints[1].exists()
         with nullcontext() if is_saved else pytest.raises(RuntimeError, match="the disk is full"):
             saves.wait()
+
+
+@pytest.mark.slow
+def test_a_whole_run_of_the_trainer(tmp_path):
+    """With save_total_limit 1: one checkpoint is left, it is whole, and a resumed run ends with the same weights."""
+    given = {"lr_scheduler_type": "constant", "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+    behind, limited = {"checkpoint": {"asynchronous": True}}, given | {"save_total_limit": 1}
+    trainer_runs.run_trainer(tmp_path / "plain", 2, {}, given | {"save_strategy": "no"})
+    trainer_runs.run_trainer(tmp_path / "behind", 2, behind, limited | {"max_steps": 5})
+    assert [each.name for each in (tmp_path / "behind").glob("checkpoint-*")] == ["checkpoint-5"]
+    found = next(checkpoints_in(tmp_path / "behind" / "checkpoint-5"))
+    assert not found.problems and not verify(found) and not list(tmp_path.rglob("*.unfinished"))
+    resumed = limited | {"resume_from_checkpoint": tmp_path / "behind" / "checkpoint-5"}
+    trainer_runs.run_trainer(tmp_path / "behind", 2, behind, resumed)
+    assert [each.name for each in (tmp_path / "behind").glob("checkpoint-*")] == ["checkpoint-6"]
+    weights = [trainer_runs.weights_in(tmp_path / each) for each in ("plain", "behind")]
+    assert trainer_runs.same(*weights)

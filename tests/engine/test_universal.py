@@ -15,6 +15,8 @@ from ds_npu.cli.main import main
 
 TENSOR, PIPELINE = {"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}}
 EXPERT = {"parallel": {"expert": 2}}
+CONTEXT = {"parallel": {"context": 2}}
+RING = CONTEXT | {"context_parallel": {"algorithm": "ring"}}
 
 
 def converted(folder: Path, name: str) -> str:
@@ -40,9 +42,11 @@ def test_written_by_convert(tmp_path, capsys):
     run_on_ranks(2, lives.save, sources, str(tmp_path), deadline_s=400.0)
     expected = layout_lives.expected_of("llama", lives.STEPS + lives.LATER)
     folders = [converted(tmp_path, f"{index}") for index in range(3)]
-    readers = [1, 3, 2, ("llama", 0, PIPELINE), ("llama", 3, TENSOR), ("llama", 0, {})]
+    readers = [1, 3, 2, ("llama", 0, PIPELINE), ("llama", 3, TENSOR), ("llama", 0, {}), ("llama", 1, RING)]
     run_on_ranks(2, lives.go_on, folders[0], readers, expected, deadline_s=400.0)
-    run_on_ranks(2, lives.go_on, folders[1], [2, ("llama", 1, TENSOR)], expected, deadline_s=400.0)
+    run_on_ranks(
+        2, lives.go_on, folders[1], [2, ("llama", 1, TENSOR), ("llama", 3, CONTEXT)], expected, deadline_s=400.0
+    )
     of_experts = layout_lives.expected_of("mixtral", lives.STEPS + lives.LATER)
     readers = [("mixtral", 3, EXPERT), ("mixtral", 0, {"parallel": {"expert_tensor": 2}})]
     run_on_ranks(2, lives.go_on, folders[2], readers, of_experts, deadline_s=400.0)

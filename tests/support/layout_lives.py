@@ -184,6 +184,35 @@ def parts_of_a_load(folder: str) -> None:
             engine.load_checkpoint(folder)
 
 
+def random_states(folder: str) -> None:
+    """A script restores states of ranks that did not share samples: those that do now draw the same numbers again."""
+    engine_of("gpt2", 1, {}, torch.float32).save_checkpoint(folder)
+    for axis in ("tensor", "pipeline", "context"):
+        engine = engine_of("gpt2", 1, {"parallel": {axis: 2}}, torch.float32)
+        for dropout in [each for each in engine.module.modules() if isinstance(each, nn.Dropout)]:
+            dropout.p = 0.5
+        for _ in range(2):
+            assert engine.load_checkpoint(folder)[0] is not None
+            assert [agree_behind_a_forward(engine) for _ in range(2)] == [True, False], axis
+        assert engine.load_checkpoint(folder)[0] is not None
+        torch.manual_seed(dist.get_rank())
+        losses = [0.0, 0.0]
+        dist.all_gather_object(losses, dense.loss_of(engine, tokens(0), torch.float32).item())
+        assert losses[0] == losses[1] or axis == "context", (axis, losses)
+
+
+def agree_behind_a_forward(engine) -> bool:
+    """Whether both ranks, which had other random states before a forward without dropout, have the same behind it."""
+    torch.manual_seed(dist.get_rank())
+    engine.eval()
+    with torch.no_grad():
+        dense.loss_of(engine, tokens(0), torch.float32)
+    engine.train()
+    states = [torch.get_rng_state()] * 2
+    dist.all_gather_object(states, torch.get_rng_state())
+    return torch.equal(*states)
+
+
 def expected_of(family: str, steps: int, adapters: dict | None = None) -> list[float]:
     """The losses of one process."""
     model, found = model_of(family, torch.float32, adapters), []

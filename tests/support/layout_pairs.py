@@ -99,7 +99,8 @@ def layouts_of(kind: Kind, ranks: int) -> list[tuple[int, dict]]:
     """The layouts of a sort of training, each with all that its section has."""
     found = OF_EIGHT if ranks == 8 else DENSE if kind.family in ("llama", "gpt2", "phi3") else EXPERTS
     if kind.optimizer == "Muon":
-        found = [(stage, section) for stage, section in found if section is not OFFLOADED]
+        # The matrices' owners step on their devices: offloading is refused.
+        found = [(2, over(context=2)) if section is OFFLOADED else (stage, section) for stage, section in found]
     if kind.moves_experts:
         moving = {"moe": {"placement_interval": 1}}
         found = [

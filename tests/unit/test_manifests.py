@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun, manifest_of_json, manifest_path
+from ds_npu.checkpoint.wholeness import checkpoints_in, newest_whole
 from ds_npu.checkpoint.written import Differences, Plain, WrittenCheckpoint, differences, over_ranks
 from ds_npu.parallel.tensor.sharding import Sharding
 
 FILE = "mp_rank_00_model_states.pt"
 HALVES = Sharding(0, 4, (((0, 2),), ((2, 4),)))
-PLACE = Path("folder/ds_npu_layout_rank_00000.json")
+FILE_OF_MANIFEST = "ds_npu_layout_rank_00000.json"
+PLACE = Path("folder", FILE_OF_MANIFEST)
 
 
 def manifest(rank: int = 0) -> Manifest:
@@ -269,6 +271,19 @@ def test_files_of_another_save(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match=r"mp_rank_01.* cannot be read"):
         check(0, 1)
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    """A byte of a manifest that was flipped: the folder is listed with its problem, and others are found beside it."""
+    tag = tmp_path / "tag"
+    tag.mkdir()
+    manifest_path(tag, 0).write_bytes(manifest().to_json().encode() + b"\xb7")
+    said = rf"{FILE_OF_MANIFEST} cannot be read: 'utf-8' codec"
+    with pytest.raises(CheckpointError, match=said):
+        WrittenCheckpoint(tag).manifest(0)
+    found = next(checkpoints_in(tmp_path))
+    assert len(found.problems) == 1 and FILE_OF_MANIFEST in found.problems[0]
+    assert newest_whole(tmp_path) is None
 
 
 def test_differences():

@@ -29,6 +29,7 @@ from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks
 from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine, check_universal
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.checkpoints.layer_files import has_known_files
+from ds_npu.engine.checkpoints.random_states import align_behind_load
 from ds_npu.engine.checkpoints.reassembly import Overlaid, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
 from ds_npu.engine.checkpoints.written_files import CLASSES, layout_description, manifest_of, plain_weights
@@ -61,6 +62,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         if self.load_universal_checkpoint():
             if self.has_manifests:
                 universal = UniversalCheckpoint(folder, self.allowed_classes, _names_of_shared(self.module))
+                align_behind_load(self, universal.layout)
                 return self._load_reassembled(universal, asked, load_dir)
             share = dist.get_rank(), dist.get_world_size()
             _on_every_rank(lambda: check_universal(folder, self.allowed_classes, *share))
@@ -72,6 +74,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
             _on_every_rank(lambda: self._check_own_files(folder, asked))
             return self._load_own_files(folder, load_dir, tag, *args, **kwargs)
         _on_every_rank(lambda: written.check_files(dist.get_rank(), dist.get_world_size()))
+        align_behind_load(self, written.layout)
         partitions_alone = self.zero_optimization_partition_weights() and asked.leaves_states_out
         if self._is_layout_of(written) and not partitions_alone:
             if written.leaves_out_frozen:
@@ -252,7 +255,7 @@ def _folder_of(load_dir: Any, tag: str | None, file: str) -> Path | None:
 
     def latest() -> str | None:
         path = Path(load_dir, file)
-        return path.read_text().strip() if tag is None and path.is_file() else tag
+        return path.read_text(errors="replace").strip() if tag is None and path.is_file() else tag
 
     tags = _on_every_rank(latest)
     if len(set(map(str, tags))) > 1:

@@ -71,7 +71,7 @@ def check_partitions_load(folder: Path, asked: Asked, is_plain: bool) -> None:
     weight, ZeRO's partitions apart.
     """
     latest = folder.parent / "latest"
-    is_latest = latest.is_file() and latest.read_text().strip() == folder.name
+    is_latest = latest.is_file() and latest.read_text(errors="replace").strip() == folder.name
     if asked.load_module_only or not is_latest or not is_plain:
         raise CheckpointError(
             f"{folder} has no manifests (ds_npu_layout_rank_*.json) that say what is where, and is to be loaded under "

@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 from ds_npu.engine.failures.batch_checksum import BatchChecksum
-from ds_npu.engine.failures.failed_ranks import failure_of, is_of_transport
-from ds_npu.engine.failures.failure_record import FailureRecord
+from ds_npu.engine.failures.failed_ranks import ENDED_FIRST, failure_of, is_of_transport
+from ds_npu.engine.failures.failure_record import LOOK_EVERY_SECONDS, PATIENCE_SECONDS, FailureRecord
 from ds_npu.parallel.pipeline.executor import PipelineError
 from ds_npu.parallel.pipeline.schedule import Action, Schedule
 from ds_npu.parallel.pipeline.timeline import Costs, timeline
@@ -32,6 +34,10 @@ from ds_npu.topology.topology import Topology
 
 PEERS_SECONDS = 10.0
 """How long a rank that has failed waits to hear that its tensor and context ranks have, too."""
+LOOK_AFTER_SECONDS = 1.0
+"""How long a rank waits at the end of a batch before it asks whether another one has ended."""
+PAUSES, SHORTEST_PAUSE_SECONDS = 32, 1e-4
+"""Pauses between two looks at the outcome are this part of the time waited, so that they add little to a step."""
 NONE = "none"
 DIFFERENT = "different batches"
 READ_ALIKE = (
@@ -126,6 +132,14 @@ class BatchFailures:
         if missing:
             self._give_up(mine, f"the tensor or context rank {missing[-1]} has not failed, and waits for this rank")
 
+    def give_up_waiting(self, why: str) -> NoReturn:
+        """Raise PipelineError at the end of a batch to which not all ranks come; no further batch runs."""
+        with self.or_broken():
+            raise PipelineError(
+                f"ds_npu.parallel.pipeline: this rank waited at the end of a batch for ranks that did not come: {why}. "
+                "What to do: find the first error in the logs of the other ranks, and resume from a checkpoint"
+            )
+
     def _give_up(self, mine: BatchFailure, why: str) -> None:
         raise PipelineError(
             f"ds_npu.parallel.pipeline: {mine.told()}, and the batch cannot be ended on all ranks: {why}. What to do: "
@@ -188,7 +202,7 @@ class BatchInStages:
             failed, differ = (come >> width) % (1 << width) > 0, come >> 2 * width != 0
             outcome = self._first(differ) if failed else DIFFERENT if differ else NONE
             self._store.set(self._outcome(self._number), outcome)
-        outcome = self._store.get(self._outcome(self._number)).decode()
+        outcome = self._met()
         if outcome == NONE:
             return
         restore_generators(self._failures.device_type, self._random)
@@ -214,6 +228,24 @@ class BatchInStages:
             "dropped. What to do: mend what failed; a script may also skip the batch, and go on with the next one on "
             f"all ranks{different}"
         ) from cause
+
+    def _met(self) -> str:
+        """Wait for the outcome; raise PipelineError where a rank that has ended cannot come, or at the timeout.
+
+        The store's own wait would keep it from this process's other threads, and would not end with a dead rank.
+        """
+        key, begun, ended = self._outcome(self._number), time.monotonic(), math.inf
+        timeout_s = self._failures.record.timeout_s
+        while not self._store.check([key]):
+            now = time.monotonic()
+            if now - begun > timeout_s:
+                self._failures.give_up_waiting(f"Wait timeout, {timeout_s:.0f} s")
+            if now - begun > LOOK_AFTER_SECONDS and ended == math.inf and self._failures.record.knows_an_end():
+                ended = now
+            if now - ended > PATIENCE_SECONDS:
+                self._failures.give_up_waiting(ENDED_FIRST)
+            time.sleep(min(max(now - begun, SHORTEST_PAUSE_SECONDS * PAUSES) / PAUSES, LOOK_EVERY_SECONDS))
+        return self._store.get(key).decode()
 
     def _share(self, bits: int) -> int:
         """This rank's share of a sum over its peers that is 0 where they have one checksum of ``bits``.

@@ -33,9 +33,12 @@ from ds_npu.engine.failures.failure_record import PATIENCE_SECONDS, Failure, Fai
 from ds_npu.log import logger
 
 # Of gloo (third_party/gloo/gloo/transport/tcp), torch's TCPStore, HCCL and ds_npu sim's HCCL.
+ENDED_FIRST = "another rank has ended its process"
+"""The words for it of a rank that waited over the store, and not in a transport."""
 PEER_GONE = re.compile(
     r"Connection (?:closed|reset) by peer(?: \[\S+\d)?|Broken pipe|Socket closed|Failed to recv, got 0 bytes"
     r"|rank \d+ \(pid \d+\) has (?:exited|stopped)|remote process exited|HCCL_E_REMOTE"
+    rf"|{ENDED_FIRST}"
 )
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|(?:Socket|Store|Wait) ?[Tt]imeout|HCCL_E_TIMEOUT|EI000[26]\b|wait timeout"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -63,7 +63,7 @@ def _number(variable: str, default: int) -> int:
 
 
 class FailureRecord:
-    """The ranks' word with each other; no method raises or waits without a bound."""
+    """The ranks' word with each other; no method waits without a bound, and those that do not say so raise nothing."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.store = PrefixStore(PREFIX, store)
@@ -95,6 +95,16 @@ class FailureRecord:
     def first(self) -> Failure | None:
         """The failure that was noted first, if any."""
         return self.ask(lambda: _read(self.store.get("first")) if self.store.check(["first"]) else None, None)
+
+    @property
+    def timeout_s(self) -> float:
+        """The timeout of the process group in seconds: torch gives it to its store."""
+        store: Any = self.store
+        return float(store.timeout.total_seconds())
+
+    def knows_an_end(self) -> bool:
+        """Whether a rank has ended by an error; raises RuntimeError where the store is gone."""
+        return self.store.check(["left"]) or self.store.check(["first"])
 
     def speaker_of(self, mine: Failure) -> int:
         """The rank that says an error of this kind: rank 0 if it has it, too, else the first that asks."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -153,7 +153,7 @@ def _meet(record: FailureRecord, name: str, number: int) -> None:
         _settle(record, number, f"rank {record.rank} calls {name}, where {others} was called first")
     elif store.add(f"ranks in joint call {number}", 1) == record.ranks:
         _settle(record, number, ALL)
-    timeout_s = _timeout_s(store)
+    timeout_s = record.timeout_s
     begun, pause, has_warned = time.monotonic(), 0.001, False
     while not store.check([_outcome(number)]):
         waited = time.monotonic() - begun
@@ -171,11 +171,6 @@ def _meet(record: FailureRecord, name: str, number: int) -> None:
     outcome = store.get(_outcome(number)).decode()
     if outcome != ALL:
         raise RuntimeError(f"{name} ends, {outcome}: {_standing(record, name, number)}. {REMEDY}")
-
-
-def _timeout_s(store: Any) -> float:
-    """The timeout of the process group in seconds: torch gives it to its store."""
-    return float(store.timeout.total_seconds())
 
 
 def _settle(record: FailureRecord, number: int, outcome: str) -> None:

@@ -42,7 +42,7 @@ def test_ranks_meet(store):
     assert not other.is_alive()
 
 
-@pytest.mark.parametrize("key", ["left", "first"])
+@pytest.mark.parametrize("key", ["left", "first", "gone"])
 def test_a_rank_that_has_ended_keeps_none_waiting(key, store):
     batch = batch_of(store, 0)
     batch._failures.record.store.set(key, "1")

@@ -20,6 +20,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ds_npu.checkpoint.rank_files import RankFiles, file_bytes, name_latest
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.checkpoints.peer_ring import PeerRing, RingMessage
+from ds_npu.engine.failures.failure_record import FailureRecord
 from ds_npu.engine.failures.termination import TERMINATION
 from ds_npu.log import logger
 from ds_npu.memory.host_snapshot import HostSnapshot
@@ -216,6 +217,9 @@ class PeerCopies:
         if not self._is_over.is_set() and rank == self._ring.held:
             logger().error(GONE_RANK, KEY, rank, 2 * self._interval, self._folder)
         self.save_all()
+        record = FailureRecord.of_this_world()
+        if record is not None:
+            record.tell_of_an_end()
 
     def _end(self) -> None:
         """At the end of the process: in order, or by an error that nobody has caught."""

@@ -102,9 +102,13 @@ class FailureRecord:
         store: Any = self.store
         return float(store.timeout.total_seconds())
 
+    def tell_of_an_end(self) -> None:
+        """Let ranks that wait know that another one has ended, and could not tell itself."""
+        self.ask(lambda: self.store.set("gone", "1"), None)
+
     def knows_an_end(self) -> bool:
         """Whether a rank has ended by an error; raises RuntimeError where the store is gone."""
-        return self.store.check(["left"]) or self.store.check(["first"])
+        return any(self.store.check([key]) for key in ("left", "first", "gone"))
 
     def speaker_of(self, mine: Failure) -> int:
         """The rank that says an error of this kind: rank 0 if it has it, too, else the first that asks."""

@@ -1,4 +1,4 @@
-"""Loading, generation, saving and LoRA of families with roles of their own kinds, over two tensor ranks."""
+"""Loading, generation, saving and LoRA of families with roles of their own kinds, over two ranks."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_family_is_what_the_page_says(kind):
 
 RECORDED = json.loads(family_page.OUTCOMES.read_text())["outcomes"]
 MOST_TRAINED = ("qwen3_next", "llama", "gpt_oss", "deepseek_v3", "mamba2", "granitemoehybrid")
-FURTHER = [(kind, name) for kind in (*MOST_TRAINED, *KINDS) for name in family_axes.further(kind, RECORDED[kind])]
+FURTHER = [(kind, name) for kind in (*MOST_TRAINED, *KINDS) for name in family_axes.further(RECORDED[kind])]
 
 
 @pytest.mark.slow

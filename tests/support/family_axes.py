@@ -81,8 +81,6 @@ ON = {
     "experts": (),
 }
 """The axes that a further setting is one of: a family with yes for each of them has to be right with it, too."""
-UNEQUAL_CALLS = {("dbrx", "context, ZeRO 3")}
-"""DBRX calls a module once for each expert that a token chose; ZeRO 3 needs all ranks to call it equally often."""
 MAY_REFUSE = ("sequence", "ulysses", "experts")
 """Further settings that a family may be refused with by name: flattened hidden states, few heads, no experts."""
 
@@ -92,10 +90,9 @@ def decoders() -> dict[str, str]:
     return dict(json.loads(LIST.read_text())["decoders"])
 
 
-def further(kind: str, recorded: dict[str, str]) -> list[str]:
-    """The further settings of the family ``kind`` whose outcomes on the axes are ``recorded``."""
-    right = [name for name, axes in ON.items() if all(recorded.get(axis) == "yes" for axis in axes)]
-    return [name for name in right if (kind, name) not in UNEQUAL_CALLS]
+def further(recorded: dict[str, str]) -> list[str]:
+    """The further settings of a family whose outcomes on the axes are ``recorded``."""
+    return [name for name, axes in ON.items() if all(recorded.get(axis) == "yes" for axis in axes)]
 
 
 def outcome(kind: str, setting: Setting, plan: dict[str, str] | None = None) -> str:
@@ -166,20 +163,21 @@ def compared(engine: Any, given: list[dict[str, torch.Tensor]], plain: nn.Module
 
 def backward(engine: Any, given: dict[str, torch.Tensor]) -> float:
     """The loss, after its backward."""
-    try:
-        loss = forward(engine, given)
-    except ValueError as error:
-        if "What to do: give it position_ids" not in str(error):
-            raise
-        loss = forward(engine, given | {"position_ids": torch.arange(LENGTH).expand(SAMPLES, -1)})
     with tiny_models.Float64():
+        loss = loss_of(engine, given)
         engine.backward(loss)
     return float(loss.detach())
 
 
-def forward(engine: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    with tiny_models.Float64():
+def loss_of(engine: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a forward with what is ``given``, and with positions where ds_npu asks for them."""
+    try:
         loss: torch.Tensor = engine(**given).loss
+    except ValueError as error:
+        if "What to do: give it position_ids" not in str(error):
+            raise
+        samples, length = given["input_ids"].shape
+        loss = engine(**given, position_ids=torch.arange(length).expand(samples, -1)).loss
     return loss
 
 
@@ -286,7 +284,7 @@ def main() -> None:
     for kind in options.families or decoders():
         begun = time.perf_counter()
         recorded = results["outcomes"].get(kind, {})
-        names = further(kind, recorded) if options.axes == "further" else options.axes.split(",")
+        names = further(recorded) if options.axes == "further" else options.axes.split(",")
         found = tried(kind, names)
         results["outcomes"].setdefault(kind, {}).update(found | {"commit": options.commit or commit.stdout.strip()})
         options.results.write_text(json.dumps(results, indent=1) + "\n")

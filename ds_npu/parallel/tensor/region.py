@@ -51,6 +51,8 @@ SHAPE_ONLY: set[Operation] = {
 
 RESIDUAL = "residual"
 """The parameter of an attention or MLP for what it adds to its output."""
+OF_EACH_TOKEN = "per_layer_input"
+"""The parameter of a block (Gemma 3n and 4) for inputs [B, S, ...] that the block itself uses, outside of regions."""
 
 
 class RegionInput(torch.Tensor):
@@ -258,10 +260,29 @@ def run_on_sequence_shards(
 
     names = [first_parameter_name(each) for each in blocks]
     for name, each in zip(names, blocks, strict=True):
+        _shard_inputs_of_tokens(each, sequences)
         wrap_forward(each, in_block, Level.REGION)
         wrap_forward(each, first if each is blocks[0] else partial(later, name), Level.REGION)
     if not leave_sharded:
         wrap_forward(blocks[-1], last, Level.REGION)
+
+
+def _shard_inputs_of_tokens(block: nn.Module, sequences: SequenceParallel) -> None:
+    """Shard what ``block`` is given OF_EACH_TOKEN, as its hidden states are."""
+    parameters = list(inspect.signature(block.forward).parameters)
+    if OF_EACH_TOKEN not in parameters:
+        return
+
+    def sharded(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        shards = sequences.of(_argument(parameters[0], args, kwargs), kwargs)
+
+        def mine(parameter: str, x: Any) -> Any:
+            return shards.shard(x) if parameter == OF_EACH_TOKEN and x is not None else x
+
+        known = tuple(mine(*each) for each in zip(parameters, args, strict=False))
+        return forward(*known, *args[len(known) :], **{key: mine(key, x) for key, x in kwargs.items()})
+
+    wrap_forward(block, sharded, Level.REGION)
 
 
 def begin_micro_batches(module: nn.Module) -> None:

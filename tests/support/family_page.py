@@ -37,6 +37,7 @@ REASONS = {
     "hidden states that the model flattens": r"and this model flattens them",
     "a router that counts all tokens": r"which is not known how to shard",
     "experts that ds_npu does not know": r"has no module of experts",
+    "experts that are the identity": r"has weights of different numbers of experts",
 }
 
 
@@ -96,7 +97,7 @@ def table() -> str:
 def further_table() -> str:
     """The lines of what was tried of families with a yes for each axis of a setting."""
     found: dict[str, dict[str, str]] = json.loads(OUTCOMES.read_text())["further"]
-    commits = ", ".join(sorted({each["commit"] for each in found.values()}))
+    commits = ", ".join(sorted({commit for each in found.values() for commit in each["commit"].split(", ")}))
     lines = [
         f"Tried further at commit {commits}, where each axis of a setting is a yes (of expert ranks: where there are "
         "experts):",

@@ -102,19 +102,20 @@ def further_table() -> str:
         f"Tried further at commit {commits}, where each axis of a setting is a yes (of expert ranks: where there are "
         "experts):",
         "",
-        "| setting | ranks | ZeRO | yes | not yes |",
-        "|---|---|---|---|---|",
+        "| setting | ranks | ZeRO | yes |",
+        "|---|---|---|---|",
     ]
+    others = []
     for name, setting in FURTHER.items():
         tried = {kind: each[name] for kind, each in found.items() if name in each}
         reasons: dict[str, list[str]] = {}
         for kind, outcome in tried.items():
             if outcome != "yes":
                 reasons.setdefault(reason(outcome), []).append(kind)
-        other = "; ".join(f"{why}: {', '.join(kinds)}" for why, kinds in reasons.items())
+        others += [f"- {name}, {why}: {', '.join(kinds)}" for why, kinds in reasons.items()]
         count = sum(outcome == "yes" for outcome in tried.values())
-        lines.append(f"| {name} | {setting.ranks} | {setting.zero} | {count} of {len(tried)} | {other} |")
-    return "\n".join(lines)
+        lines.append(f"| {name} | {setting.ranks} | {setting.zero} | {count} of {len(tried)} |")
+    return "\n".join([*lines, "", "Not yes further, and why:", "", *others])
 
 
 def page() -> str:

@@ -135,8 +135,9 @@ class WeightGathers:
         """Let the current stream wait for the weights of a module, and send the messages that follow."""
         with self._lock, torch.no_grad():
             is_in_backward = torch._C._current_graph_task_id() != -1
-            # A script may run modules of the model by themselves.
-            is_in_micro_batch = self._is_in_forward or is_in_backward
+            # A script may run modules of the model by themselves. Activations have no place in the order: experts call
+            # theirs as often as experts have tokens, which differs between ranks and micro-batches.
+            is_in_micro_batch = (self._is_in_forward or is_in_backward) and _holds_weights(current_submodule)
             if is_in_micro_batch:
                 number = current_submodule.ds_id
                 self._follows = self._follows and self._order[self._position : self._position + 1] == (number,)
@@ -273,6 +274,11 @@ class WeightGathers:
 def _weights_of(module: nn.Module) -> list[Weight]:
     weights: Collection[Weight] = set(iter_params(module, recurse=z3_leaf_module(module)))
     return sorted(weights, key=lambda weight: int(weight.ds_id))
+
+
+def _holds_weights(module: nn.Module) -> bool:
+    """Whether ``module`` or one inside of it has a weight, or ``module`` uses one of another."""
+    return next(iter(iter_params(module, recurse=True)), None) is not None
 
 
 def _by_number(root: nn.Module) -> Mapping[int, Weight]:

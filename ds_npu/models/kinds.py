@@ -22,6 +22,8 @@ ON_TOKENS = {
     *("Llama4TextL2Norm", "ModernBertDecoderEmbeddings", "ModernBertDecoderPredictionHead"),
 }
 """Classes of transformers of other names and shapes that compute each token from that token, but in attentions."""
+CALLING_FOR_EACH_EXPERT = {"DbrxExperts"}
+"""Classes of modules that call an inner one, which holds all experts, once for each expert that has a token."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)
 LORA = ("peft.tuners.lora.", "peft.tuners._buffer_dict", "peft.utils.other")
 
@@ -75,6 +77,14 @@ def counts(module: nn.Module, role: Role) -> bool:
 def is_sparse(module: nn.Module) -> bool:
     """Whether the class of ``module`` says that it routes tokens to experts or holds experts."""
     return SPARSE_CLASSES.search(type(module).__name__) is not None
+
+
+def calls_for_each_expert(module: nn.Module) -> bool:
+    """Whether ``module`` calls an inner one, which holds all experts, once for each expert that has a token.
+
+    Data ranks then call it unequally often, and ZeRO-3, which gathers weights at each call, would wait forever.
+    """
+    return type(module).__name__ in CALLING_FOR_EACH_EXPERT
 
 
 def works_on_tokens(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Loading, generation, saving and LoRA of families with roles of their own kinds, over two tensor ranks."""
+"""Loading, generation, saving and LoRA of families with roles of their own kinds, over two ranks."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def hold_linear_attention(kind: str, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.matrix(corners=1, drawn=0)
-@pytest.mark.parametrize("kind", ["bamba", "lfm2", "olmo_hybrid"])
+@pytest.mark.parametrize("kind", ["bamba", "lfm2", "olmo_hybrid", "qwen3_next", "granitemoehybrid"])
 def test_linear_attention_in_use(kind, tmp_path):
     run_on_ranks(2, hold_linear_attention, kind, str(tmp_path), deadline_s=300.0)

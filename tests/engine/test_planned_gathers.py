@@ -161,6 +161,35 @@ def test_experts_that_are_whole_on_their_ranks_are_their_shards():
     run_on_ranks(2, whole_experts)
 
 
+class Pieces(nn.Module):
+    """An activation of two rows; called, where ``unequal``, for both or for each, by the rank and the micro-batch."""
+
+    def __init__(self, unequal: bool) -> None:
+        super().__init__()
+        self.activation, self.unequal, self.rows = nn.Tanh(), unequal, 1 + dist.get_rank()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = 3 - self.rows if self.unequal else 2
+        return torch.cat([self.activation(each) for each in x.split(self.rows)])
+
+
+def unequal_activations() -> None:
+    """Experts call their activation as often as experts have tokens; no weights are gathered for it."""
+    numbers = []
+    # DeepSpeed's own gathers fail with an assertion where calls are unequal.
+    for zero, unequal in ((SMALL | PLAIN, False), (SMALL, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(WIDTH, WIDTH), Pieces(unequal))))
+        engine = Life(steps, stage=3, accumulation=3).engine_of(model, zero)
+        numbers.append(steps(engine, 3, forward=lambda engine, x, step: engine(x).square().mean()))
+    assert all(map(torch.equal, *numbers))
+    assert gathers_of(engine)._plan is not None and gathers_of(engine)._follows
+
+
+def test_ranks_may_call_activations_unequally_often():
+    run_on_ranks(2, unequal_activations)
+
+
 def different_modules() -> None:
     """Ranks that run modules of one size in another order would compute with each other's weights."""
     engine = Life(steps, stage=3, accumulation=1).engine({"stage3_param_persistence_threshold": 0})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import gradient_rule as rule
 import pytest
@@ -15,6 +14,7 @@ import transformers
 from ranks import run_on_ranks
 from sharded_models import first_fast
 from torch import nn
+from zero_init import zero_init_by_transformers
 
 from ds_npu.models.zero3 import forget_partition
 
@@ -74,17 +74,6 @@ CASES: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
 }
 
 
-@contextmanager
-def zero_init_by_transformers(settings: dict[str, object] | None = None) -> Iterator[None]:
-    """As where TrainingArguments are there."""
-    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    active = HfDeepSpeedConfig(settings or config())
-    yield
-    unset_hf_deepspeed_config()
-    del active
-
-
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     import deepspeed
 
@@ -115,7 +104,7 @@ def same_as_whole_models(folders: dict[str, str], titles: list[str]) -> None:
     for title in titles:
         family, make = CASES[title]
         torch.manual_seed(dist.get_rank())
-        with zero_init_by_transformers():
+        with zero_init_by_transformers(config()):
             model = make(folders[family])
         assert any(
             each.ds_process_group.size() == dist.get_world_size() for each in model.parameters() if is_zero(each)
@@ -157,7 +146,7 @@ def refused() -> None:
 
     rule.without_extension()
     one_head = tiny_models.config_of("llama", num_attention_heads=1, num_key_value_heads=1)
-    with zero_init_by_transformers():
+    with zero_init_by_transformers(config()):
         model = transformers.AutoModelForCausalLM.from_config(one_head)
     weights, before = gathered(model), {name: set(vars(each)) for name, each in model.named_parameters()}
     with pytest.raises(ValueError, match="1 heads cannot be sharded over 2 tensor ranks"):
@@ -176,7 +165,7 @@ def refused_on_nvme() -> None:
     import deepspeed
 
     rule.without_extension()
-    with zero_init_by_transformers():
+    with zero_init_by_transformers(config()):
         model = transformers.AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
     assert all(each.nvme_swapper is None for each in model.parameters())
     model.lm_head.weight.nvme_swapper = object()

@@ -43,6 +43,8 @@ CASES: list[tuple[str, str, dict[str, str], str]] = [
     # Mamba 2 with one group, beside attention, and short convolutions.
     ("falcon_h1", "sequence", {}, EXACT),
     ("lfm2", "sequence", {}, EXACT),
+    # Blocks are given inputs of each token beside hidden states.
+    ("gemma4_text", "sequence", {}, EXACT),
     # Attention that is given three hidden states.
     ("ctrl", "tensor", {}, EXACT),
     ("ctrl", "sequence", {}, EXACT),

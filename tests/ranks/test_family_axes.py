@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import family_axes
@@ -37,9 +38,20 @@ def test_a_family_is_what_the_page_says(kind):
     assert not [each for each in found.values() if each.startswith(("wrong", "error"))], found
 
 
-RECORDED = json.loads(family_page.OUTCOMES.read_text())["outcomes"]
+RECORDED = json.loads(family_page.OUTCOMES.read_text())["further"]
 MOST_TRAINED = ("qwen3_next", "llama", "gpt_oss", "deepseek_v3", "mamba2", "granitemoehybrid")
-FURTHER = [(kind, name) for kind in (*MOST_TRAINED, *KINDS) for name in family_axes.further(kind, RECORDED[kind])]
+FURTHER = [
+    (kind, name) for kind in (*MOST_TRAINED, *KINDS) for name in family_axes.FURTHER if name in RECORDED.get(kind, {})
+]
+
+
+def test_what_a_yes_stands_for_was_tried():
+    axes = json.loads(family_page.OUTCOMES.read_text())["outcomes"]
+    for kind, (name, needed) in itertools.product(KINDS, family_axes.ON.items()):
+        is_tried = name in RECORDED.get(kind, {})
+        assert is_tried == all(axes[kind][axis] == "yes" for axis in needed) or not needed, (kind, name)
+    found = {each for kind in RECORDED.values() for name, each in kind.items() if name != "commit"}
+    assert not [each for each in found if each != "yes" and not each.startswith("refused: ")]
 
 
 @pytest.mark.slow
@@ -47,4 +59,5 @@ FURTHER = [(kind, name) for kind in (*MOST_TRAINED, *KINDS) for name in family_a
 @pytest.mark.parametrize(("kind", "name"), dict.fromkeys(FURTHER))
 def test_a_family_on_an_axis_is_right_with_zero_other_axes_and_algorithms(kind, name):
     found = family_axes.tried(kind, [name])[name]
-    assert found == "yes" or (name in family_axes.MAY_REFUSE and found.startswith("refused: ")), found
+    assert family_page.status(found) == family_page.status(RECORDED[kind][name]), found
+    assert found == "yes" or found.startswith("refused: "), found

@@ -118,14 +118,16 @@ CHANGES: dict[str, dict[str, object]] = {
 
 
 def config_of(kind: str) -> Any:
-    """The configuration of a tiny model of the family ``kind``; nothing in it drops anything."""
+    """The configuration of a tiny model of the family ``kind``; nothing in it is random."""
     config_class = class_of(kind).config_class
     known = {field.name for field in dataclasses.fields(config_class)} | config_class.attribute_map.keys()
     sizes = {key: value for key, value in SIZES.items() if key in known}
     changes = CHANGES.get(kind) or every_kind_of_layer(config_class, kind)
     config = config_class(**sizes | of_all_layers(changes), experts_implementation="eager")
     for each in {id(config): config, id(config.get_text_config()): config.get_text_config()}.values():
-        dropped = [key for key, value in vars(each).items() if "drop" in key and isinstance(value, float)]
+        # PhiMoE's routers draw experts at random within a jitter.
+        numbers = [key for key, value in vars(each).items() if isinstance(value, float)]
+        dropped = [key for key in numbers if "drop" in key or "jitter" in key]
         vars(each).update(dict.fromkeys(dropped, 0.0))
     return config
 

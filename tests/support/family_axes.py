@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
+from transformers import PreTrainedConfig
 
 LIST = Path(__file__).parent / "causal_decoders.json"
 SAMPLES, LENGTH = 2, 12
@@ -71,6 +72,8 @@ FURTHER = {
         {"parallel": {"pipeline": 2}, "pipeline": {"micro_batches": 2}}, ranks=4, zero=1, accumulation=2
     ),
     "experts": Setting({"parallel": {"expert": 2}}),
+    # The third micro-batch is gathered as planned by the first ones, whose tokens differ between ranks.
+    "data, ZeRO 3": Setting({"parallel": {}}, zero=3, accumulation=3),
 }
 SETTINGS = AXES | FURTHER
 ON = {
@@ -78,13 +81,9 @@ ON = {
     **dict.fromkeys(("ring", "ulysses", "context, ZeRO 3"), ("context",)),
     "tensor and context": ("tensor", "context"),
     **dict.fromkeys(("stages, ZeRO 1", "stages, data, ZeRO 1"), ("stages",)),
-    "experts": (),
+    **dict.fromkeys(("experts", "data, ZeRO 3"), ()),
 }
 """The axes that a further setting is one of: a family with yes for each of them has to be right with it, too."""
-UNEQUAL_CALLS = {("dbrx", "context, ZeRO 3")}
-"""DBRX calls a module once for each expert that a token chose; ZeRO 3 needs all ranks to call it equally often."""
-MAY_REFUSE = ("sequence", "ulysses", "experts")
-"""Further settings that a family may be refused with by name: flattened hidden states, few heads, no experts."""
 
 
 def decoders() -> dict[str, str]:
@@ -95,7 +94,15 @@ def decoders() -> dict[str, str]:
 def further(kind: str, recorded: dict[str, str]) -> list[str]:
     """The further settings of the family ``kind`` whose outcomes on the axes are ``recorded``."""
     right = [name for name, axes in ON.items() if all(recorded.get(axis) == "yes" for axis in axes)]
-    return [name for name in right if (kind, name) not in UNEQUAL_CALLS]
+    return [name for name in right if name != "experts" or (has_experts(kind) and "yes" in recorded.values())]
+
+
+def has_experts(kind: str) -> bool:
+    """Whether the configuration of the family ``kind`` counts some."""
+    config = families.config_of(kind).get_text_config()
+    parts = [config, *(each for each in vars(config).values() if isinstance(each, PreTrainedConfig))]
+    numbers = (each for part in parts for each in vars(part).items())
+    return any("expert" in name and type(value) is int and value > 0 for name, value in numbers)
 
 
 def outcome(kind: str, setting: Setting, plan: dict[str, str] | None = None) -> str:
@@ -166,20 +173,21 @@ def compared(engine: Any, given: list[dict[str, torch.Tensor]], plain: nn.Module
 
 def backward(engine: Any, given: dict[str, torch.Tensor]) -> float:
     """The loss, after its backward."""
-    try:
-        loss = forward(engine, given)
-    except ValueError as error:
-        if "What to do: give it position_ids" not in str(error):
-            raise
-        loss = forward(engine, given | {"position_ids": torch.arange(LENGTH).expand(SAMPLES, -1)})
     with tiny_models.Float64():
+        loss = loss_of(engine, given)
         engine.backward(loss)
     return float(loss.detach())
 
 
-def forward(engine: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    with tiny_models.Float64():
+def loss_of(engine: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a forward with what is ``given``, and with positions where ds_npu asks for them."""
+    try:
         loss: torch.Tensor = engine(**given).loss
+    except ValueError as error:
+        if "What to do: give it position_ids" not in str(error):
+            raise
+        samples, length = given["input_ids"].shape
+        loss = engine(**given, position_ids=torch.arange(length).expand(samples, -1)).loss
     return loss
 
 
@@ -282,13 +290,14 @@ def main() -> None:
     parser.add_argument("--commit", help="its name, where this is no checkout")
     options = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    results = json.loads(options.results.read_text()) if options.results.exists() else {"outcomes": {}}
+    results = json.loads(options.results.read_text()) if options.results.exists() else {"outcomes": {}, "further": {}}
     for kind in options.families or decoders():
         begun = time.perf_counter()
         recorded = results["outcomes"].get(kind, {})
-        names = further(kind, recorded) if options.axes == "further" else options.axes.split(",")
-        found = tried(kind, names)
-        results["outcomes"].setdefault(kind, {}).update(found | {"commit": options.commit or commit.stdout.strip()})
+        is_further = options.axes == "further"
+        found = tried(kind, further(kind, recorded) if is_further else options.axes.split(","))
+        told_of = results["further" if is_further else "outcomes"].setdefault(kind, {})
+        told_of.update(found | {"commit": options.commit or commit.stdout.strip()})
         options.results.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{kind} ({time.perf_counter() - begun:.0f} s)", *(f"\n  {k}: {v}" for k, v in found.items()), flush=True)
 

@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from family_axes import AXES, LIST, decoders
+from family_axes import AXES, FURTHER, LIST, decoders
 
 OUTCOMES = Path(__file__).parent / "family_outcomes.json"
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -34,6 +34,10 @@ REASONS = {
     "an attribute of each block that the model reads in every stage": r"is in another stage, and its",
     "one weight in two stages": r"are one weight",
     "a module that is used before and behind the blocks": r"stands behind the blocks",
+    "hidden states that the model flattens": r"and this model flattens them",
+    "a router that counts all tokens": r"which is not known how to shard",
+    "experts that ds_npu does not know": r"has no module of experts",
+    "experts that are the identity": r"has weights of different numbers of experts",
 }
 
 
@@ -90,10 +94,34 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def further_table() -> str:
+    """The lines of what was tried of families with a yes for each axis of a setting."""
+    found: dict[str, dict[str, str]] = json.loads(OUTCOMES.read_text())["further"]
+    commits = ", ".join(sorted({commit for each in found.values() for commit in each["commit"].split(", ")}))
+    lines = [
+        f"Tried further at commit {commits}, where each axis of a setting is a yes (of expert ranks: where there are "
+        "experts):",
+        "",
+        "| setting | ranks | ZeRO | yes |",
+        "|---|---|---|---|",
+    ]
+    others = []
+    for name, setting in FURTHER.items():
+        tried = {kind: each[name] for kind, each in found.items() if name in each}
+        reasons: dict[str, list[str]] = {}
+        for kind, outcome in tried.items():
+            if outcome != "yes":
+                reasons.setdefault(reason(outcome), []).append(kind)
+        others += [f"- {name}, {why}: {', '.join(kinds)}" for why, kinds in reasons.items()]
+        count = sum(outcome == "yes" for outcome in tried.values())
+        lines.append(f"| {name} | {setting.ranks} | {setting.zero} | {count} of {len(tried)} |")
+    return "\n".join([*lines, "", "Not yes further, and why:", "", *others])
+
+
 def page() -> str:
-    """The whole page with the table."""
+    """The whole page with the tables."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n\n{table()}\n\n{further_table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

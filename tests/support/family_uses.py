@@ -1,4 +1,6 @@
-"""Loading, generation, saving and LoRA of a family over two tensor ranks: the same as in one process, or refused.
+"""Loading, generation, saving and LoRA of a family over two ranks: the same as in one process, or refused.
+
+Over tensor ranks, and with LoRA over context ranks, too.
 
     python tests/support/family_uses.py FAMILY ...
 
@@ -25,8 +27,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_on_ranks
 from torch import nn
+from zero_init import zero_init_by_transformers
 
-SECTION = {"parallel": {"tensor": 2}}
+SECTION: dict[str, object] = {"parallel": {"tensor": 2}}
+CONTEXT: dict[str, object] = {"parallel": {"context": 2}}
 CLOSE = 2e-4
 """Of float32, relative to the largest logit."""
 NEW_TOKENS = 3
@@ -37,23 +41,33 @@ def single(kind: str) -> nn.Module:
     return families.made(kind).float().eval()
 
 
-def engine_of(model: nn.Module, zero: int = 0) -> Any:
+def config(zero: int = 0, section: dict[str, object] = SECTION) -> dict[str, object]:
+    """A config of steps of one micro-batch."""
+    return dense.config(zero, torch.float32, section) | {"gradient_accumulation_steps": 1}
+
+
+def engine_of(model: nn.Module, zero: int = 0, section: dict[str, object] = SECTION) -> Any:
     import deepspeed
 
     rule.without_extension()
     trained = [weight for weight in model.parameters() if weight.requires_grad]
-    config = dense.config(zero, torch.float32, SECTION)
-    return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+    return deepspeed.initialize(model=model, model_parameters=trained, config=config(zero, section))[0]
+
+
+def saved_plain(kind: str, folder: Path) -> nn.Module:
+    """The model, which is saved in ``folder``, too."""
+    plain = single(kind)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder / "plain")
+    dist.barrier()
+    return plain
 
 
 def loaded(kind: str, folder: Path) -> nn.Module:
     from ds_npu.engine.pretrained import from_pretrained
 
-    plain = single(kind)
-    if dist.get_rank() == 0:
-        plain.save_pretrained(folder / "plain")
-    dist.barrier()
-    model: nn.Module = from_pretrained(type(plain), folder / "plain", dense.config(0, torch.float32, SECTION))
+    plain = saved_plain(kind, folder)
+    model: nn.Module = from_pretrained(type(plain), folder / "plain", config())
     return model.float().eval()
 
 
@@ -100,13 +114,13 @@ def adapted(kind: str) -> nn.Module:
     return model.train()
 
 
-def lora(kind: str, folder: Path) -> str:
+def same_step(engine: Any, plain: nn.Module) -> str:
+    """The loss and the gradients of a step of ``engine`` against those of ``plain``."""
     ids = tiny_models.tokens(2, 9)
-    plain = adapted(kind)
     expected = plain(input_ids=ids, labels=ids).loss
     expected.backward()
-    engine = engine_of(copy.deepcopy(adapted(kind)))
-    loss = engine(input_ids=ids, labels=ids).loss
+    engine.train()
+    loss = family_axes.loss_of(engine, {"input_ids": ids, "labels": ids})
     engine.backward(loss)
     gradients = rule.reduced_gradients(engine, engine.module)
     named = dict(engine.module.named_parameters())
@@ -114,12 +128,37 @@ def lora(kind: str, folder: Path) -> str:
         if weight.requires_grad and weight.grad is not None:
             whole = dense.assembled(engine.topology, named[name], gradients[name])
             largest = max(float(weight.grad.abs().max()), 1e-3)
-            if float((whole * dense.ACCUMULATION - weight.grad).abs().max()) > 10 * CLOSE * largest:
+            if not float((whole - weight.grad).abs().max()) <= 10 * CLOSE * largest:
                 return f"wrong: the gradient of {name}"
     return difference(loss, expected)
 
 
-USES: dict[str, Callable[[str, Path], str]] = {"load": load, "generate": generate, "save": save, "lora": lora}
+def lora(kind: str, folder: Path) -> str:
+    return same_step(engine_of(copy.deepcopy(adapted(kind))), adapted(kind))
+
+
+def lora_in_context(kind: str, folder: Path) -> str:
+    return same_step(engine_of(copy.deepcopy(adapted(kind)), section=CONTEXT), adapted(kind))
+
+
+def zero_init(kind: str, folder: Path) -> str:
+    """Loaded by transformers under zero.Init."""
+    plain = saved_plain(kind, folder)
+    with zero_init_by_transformers(config(3)):
+        model = type(plain).from_pretrained(folder / "plain", dtype=torch.float32)
+    if not all(hasattr(weight, "ds_tensor") for weight in model.parameters()):
+        return "wrong: not partitioned"
+    return same_step(engine_of(model, 3), plain.train())
+
+
+USES: dict[str, Callable[[str, Path], str]] = {
+    "load": load,
+    "generate": generate,
+    "save": save,
+    "lora": lora,
+    "lora, context": lora_in_context,
+    "zero.Init": zero_init,
+}
 
 
 def outcome(use: Callable[[str, Path], str], kind: str, folder: Path) -> str:

@@ -122,8 +122,9 @@ class ListedLayout:
 
 
 def gathered_whole(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` whose forward reads the weights of the experts in their list."""
-    return [each for each in model.modules() if LISTED_LAYOUT.get(each) is not None]
+    """The modules of ``model`` whose forward reads the weights of all experts, which inner modules hold."""
+    modules = model.modules()
+    return [each for each in modules if LISTED_LAYOUT.get(each) is not None or kinds.calls_for_each_expert(each)]
 
 
 def list_in(module: nn.Module) -> tuple[str, nn.ModuleList] | None:

@@ -119,7 +119,8 @@ def check_layers(model: str, layers: Mapping[str, nn.Module], size: int) -> None
 def _why(layer: nn.Module, size: int) -> Iterator[str]:
     adapted = [part for part, each in layer.named_children() if names.BASE_LAYER in dict(each.named_children())]
     if adapted:
-        yield f"its {', '.join(adapted)} have adapters (PEFT), which are sharded in other layers only"
+        where = "which are sharded in other layers only (name those in target_modules)"
+        yield f"its {', '.join(adapted)} have adapters (PEFT), {where}"
     if linear_attention_of(layer) is LinearAttention.MAMBA_2:
         yield from why_not_shared(layer, size)
     elif units(layer, size) < size:

@@ -51,6 +51,13 @@ SHAPE_ONLY: set[Operation] = {
 
 RESIDUAL = "residual"
 """The parameter of an attention or MLP for what it adds to its output."""
+BEFORE_BACKWARD_ENDS = "PostBackwardFunctionModuleBackward"
+"""The graph node that ZeRO-3 puts on each tensor that a module is given (deepspeed/runtime/zero/parameter_offload.py).
+
+A tensor that is given twice is then two, with one memory.
+"""
+OF_EACH_TOKEN = "per_layer_input"
+"""The parameter of a block (Gemma 3n and 4) for inputs [B, S, ...] that the block itself uses, outside of regions."""
 
 
 class RegionInput(torch.Tensor):
@@ -157,7 +164,7 @@ def make_region(
 
         def also(parameter: str, x: Any) -> Any:
             # The same hidden states as keys and values (CTRL); a residual is added behind the region (BLOOM).
-            return entered if x is given and parameter != RESIDUAL else x
+            return entered if parameter != RESIDUAL and _is_same(x, given) else x
 
         known = tuple(also(*each) for each in zip(parameters, args, strict=False))
         args = (*known, *args[len(known) :])
@@ -166,6 +173,16 @@ def make_region(
             return forward(*args, **kwargs)
 
     wrap_forward(module, region, Level.REGION)
+
+
+def _is_same(x: Any, given: torch.Tensor) -> bool:
+    """Whether ``x`` is ``given``, or ZeRO-3 has made both of one tensor."""
+    if x is given or not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (given.shape, given.dtype):
+        return x is given
+    node, other = x.grad_fn, given.grad_fn
+    if node is None or other is None:
+        return not (x.requires_grad or given.requires_grad) and x.data_ptr() == given.data_ptr()
+    return node.name() == other.name() == BEFORE_BACKWARD_ENDS and node.next_functions == other.next_functions
 
 
 def check_sequences(x: torch.Tensor, who: str) -> None:
@@ -258,10 +275,29 @@ def run_on_sequence_shards(
 
     names = [first_parameter_name(each) for each in blocks]
     for name, each in zip(names, blocks, strict=True):
+        _shard_inputs_of_tokens(each, sequences)
         wrap_forward(each, in_block, Level.REGION)
         wrap_forward(each, first if each is blocks[0] else partial(later, name), Level.REGION)
     if not leave_sharded:
         wrap_forward(blocks[-1], last, Level.REGION)
+
+
+def _shard_inputs_of_tokens(block: nn.Module, sequences: SequenceParallel) -> None:
+    """Shard what ``block`` is given OF_EACH_TOKEN, as its hidden states are."""
+    parameters = list(inspect.signature(block.forward).parameters)
+    if OF_EACH_TOKEN not in parameters:
+        return
+
+    def sharded(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        shards = sequences.of(_argument(parameters[0], args, kwargs), kwargs)
+
+        def mine(parameter: str, x: Any) -> Any:
+            return shards.shard(x) if parameter == OF_EACH_TOKEN and x is not None else x
+
+        known = tuple(mine(*each) for each in zip(parameters, args, strict=False))
+        return forward(*known, *args[len(known) :], **{key: mine(key, x) for key, x in kwargs.items()})
+
+    wrap_forward(block, sharded, Level.REGION)
 
 
 def begin_micro_batches(module: nn.Module) -> None:

@@ -46,7 +46,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     """
 
     snapshot: HostSnapshot | None = None
-    """What it copies tensors to before they are written; None where it writes them as they are."""
+    """The snapshot that tensors are copied to before they are written; None where they are written as they are."""
 
     def __init__(self, plain: TorchCheckpointEngine, save_latest: bool, agreement: RankAgreement | None = None) -> None:
         self.__dict__.update(vars(plain))

@@ -26,15 +26,17 @@ class HostSnapshot:
         self._copies: dict[int, torch.Tensor] = {}
         """Host memory, [bytes] uint8, by the number of its storage."""
         self._sources: list[torch.Tensor] = []
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._used: list[tuple[tuple[int, bool], torch.Tensor]] = []
+        """The memory of this snapshot, with its bytes and whether it is pinned."""
+        self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._stream: torch.Stream | None = None
         self._arrived: torch.Event | None = None
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of host memory that are kept."""
-        kept = [*self._copies.values(), *(each for same in self._free.values() for each in same)]
-        return sum(each.numel() for each in kept)
+        used = sum(each.numel() for _, each in self._used)
+        return used + sum(each.numel() for same in self._free.values() for each in same)
 
     def of(self, content: Any, at_once: Set[int] = frozenset()) -> Any:
         """A copy of ``content`` whose tensors are on the host and share storages as they did.
@@ -57,7 +59,7 @@ class HostSnapshot:
 
         ``of`` takes what is in it for a copy; nobody may read it before ``wait`` returns.
         """
-        target = self._host_memory(x.numel() * x.element_size(), x.device.type == "cpu")
+        target = self._host_memory(x.numel() * x.element_size(), pinned=self._device_type != "cpu")
         self._copies[target.untyped_storage()._cdata] = target
         return target.view(x.dtype).view(x.shape)
 
@@ -97,8 +99,9 @@ class HostSnapshot:
 
     def release(self) -> None:
         """Give the memory to the next snapshot."""
-        for each in self._copies.values():
-            self._free.setdefault(each.numel(), []).append(each)
+        for key, each in self._used:
+            self._free.setdefault(key, []).append(each)
+        self._used.clear()
         self._copies.clear()
 
     def _tensor(self, tensor: torch.Tensor, at_once: Set[int]) -> torch.Tensor:
@@ -121,7 +124,7 @@ class HostSnapshot:
             return known
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         is_here = storage.device.type == "cpu"
-        target = self._host_memory(storage.nbytes(), is_here)
+        target = self._host_memory(storage.nbytes(), pinned=not is_here)
         if is_here:
             target.copy_(source)
         elif storage.data_ptr() in at_once:
@@ -135,6 +138,8 @@ class HostSnapshot:
         self._sources.append(source)
         return target
 
-    def _host_memory(self, nbytes: int, is_here: bool) -> torch.Tensor:
-        free = self._free.get(nbytes)
-        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=not is_here)
+    def _host_memory(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        free = self._free.get((nbytes, pinned))
+        memory = free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._used.append(((nbytes, pinned), memory))
+        return memory

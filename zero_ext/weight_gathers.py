@@ -97,6 +97,8 @@ class WeightGathers:
         self._sent_behind: Mapping[int, Sequence[GatherMessage]] = {}
         self._order: Sequence[int] = ()
         """The modules that the plan expects, by their ds_id."""
+        self._holding: dict[int, bool] = {}
+        """Whether a module holds weights, by its ds_id."""
         self._follows = False
         """Whether this micro-batch has been as planned."""
         self._is_in_forward = False
@@ -137,19 +139,21 @@ class WeightGathers:
             is_in_backward = torch._C._current_graph_task_id() != -1
             # A script may run modules of the model by themselves. Activations have no place in the order: experts call
             # theirs as often as experts have tokens, which differs between ranks and micro-batches.
-            is_in_micro_batch = (self._is_in_forward or is_in_backward) and _holds_weights(current_submodule)
+            number = current_submodule.ds_id
+            if number not in self._holding:
+                self._holding[number] = _holds_weights(current_submodule)
+            is_in_micro_batch = (self._is_in_forward or is_in_backward) and self._holding[number]
             if is_in_micro_batch:
-                number = current_submodule.ds_id
                 self._follows = self._follows and self._order[self._position : self._position + 1] == (number,)
                 self._record.modules.append(number)
             if not forward:
-                self._in_backward[current_submodule.ds_id] = current_submodule
+                self._in_backward[number] = current_submodule
             weights = _weights_of(current_submodule)
             self._send(weights)
             while self._in_flight and any(each.ds_status == ZeroParamStatus.INFLIGHT for each in weights):
                 self._in_flight.popleft().arrive()
             for weight in weights:
-                weight.ds_active_sub_modules.add(current_submodule.ds_id)
+                weight.ds_active_sub_modules.add(number)
                 if forward and is_in_backward and self._in_backward and not weight.requires_grad:
                     update_recompute_parameters(next(reversed(self._in_backward.values())), weight)
                 if is_in_micro_batch and not (weight.ds_persist or is_whole_here(weight)):

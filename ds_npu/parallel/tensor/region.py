@@ -161,27 +161,29 @@ def make_region(
     def region(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         given = _argument(name, args, kwargs)
         entered = enter(given, kwargs)
-
-        def also(parameter: str, x: Any) -> Any:
-            # The same hidden states as keys and values (CTRL); a residual is added behind the region (BLOOM).
-            return entered if parameter != RESIDUAL and _is_same(x, given) else x
-
-        known = tuple(also(*each) for each in zip(parameters, args, strict=False))
-        args = (*known, *args[len(known) :])
-        kwargs = {key: also(key, value) for key, value in kwargs.items()}
+        # The same hidden states as keys and values (CTRL); a residual is added behind the region (BLOOM). A function
+        # for one argument would be called for all of them in every block.
+        known = list(args)
+        for index, x in enumerate(args):
+            is_one = x is given or (isinstance(x, torch.Tensor) and x.shape == given.shape and _were_one(x, given))
+            if is_one and parameters[index : index + 1] != [RESIDUAL]:
+                known[index] = entered
+        for key, x in kwargs.items():
+            is_one = x is given or (isinstance(x, torch.Tensor) and x.shape == given.shape and _were_one(x, given))
+            if is_one and key != RESIDUAL:
+                kwargs[key] = entered
         with random_numbers(), region_scope():
-            return forward(*args, **kwargs)
+            return forward(*known, **kwargs)
 
     wrap_forward(module, region, Level.REGION)
 
 
-def _is_same(x: Any, given: torch.Tensor) -> bool:
-    """Whether ``x`` is ``given``, or ZeRO-3 has made both of one tensor."""
-    if x is given or not isinstance(x, torch.Tensor) or (x.shape, x.dtype) != (given.shape, given.dtype):
-        return x is given
+def _were_one(x: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has made both of one tensor; they have one shape."""
     node, other = x.grad_fn, given.grad_fn
     if node is None or other is None:
-        return not (x.requires_grad or given.requires_grad) and x.data_ptr() == given.data_ptr()
+        is_plain = x.dtype == given.dtype and not (x.requires_grad or given.requires_grad)
+        return is_plain and x.data_ptr() == given.data_ptr()
     return node.name() == other.name() == BEFORE_BACKWARD_ENDS and node.next_functions == other.next_functions
 
 

@@ -86,7 +86,7 @@ def calls_of_micro_batches(layers: int, section: dict) -> int:
 PER_MICRO_BATCH = {
     "tensor": ({"parallel": {"tensor": 2, "probe": False}}, 131, 290),
     "sequence_parallel": ({"parallel": {"tensor": 2, "sequence_parallel": True, "probe": False}}, 200, 426),
-    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 193, 504),
+    "context": ({"parallel": {"context": 2}, "context_parallel": {"algorithm": "ulysses"}}, 193, 506),
     "nothing": ({}, 16, 27),
     "finite": ({"watch": {"finite": True}}, 39, 27),
     "fused_ops": ({"fused_ops": dict.fromkeys(("rms_norm", "swiglu", "rotary", "cross_entropy"), True)}, 38, 63),

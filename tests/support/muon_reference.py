@@ -50,12 +50,12 @@ def moonlight(rows: int, columns: int) -> float:
 class WholeMuon:
     """Steps all weights of ``model``; ``heads``: rows of a matrix by the end of a weight's name, all rows otherwise."""
 
-    def __init__(self, model: nn.Module, heads=None, scale=aspect, coefficients=JORDAN) -> None:
+    def __init__(self, model: nn.Module, heads=None, scale=aspect, coefficients=JORDAN, eps=1e-10) -> None:
         self.named = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.heads, self.scale, self.coefficients = heads or {}, scale, coefficients
         self.momenta = {name: torch.zeros_like(each) for name, each in self.named.items() if is_muon(name, each)}
         others = [each for name, each in self.named.items() if not is_muon(name, each)]
-        settings = {"lr": ADAM_LR, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": DECAY}
+        settings = {"lr": ADAM_LR, "betas": (0.9, 0.95), "eps": eps, "weight_decay": DECAY}
         self.adam = torch.optim.AdamW(others, **settings) if others else None
 
     @torch.no_grad()

@@ -57,7 +57,7 @@ def expected(
     model = tiny_models.tiny(case.family, torch.float32).to(case.dtype).to(case.dtype if narrow else torch.float64)
     wide = copy.deepcopy(model).float() if narrow else model
     scale = muon_reference.moonlight if case.section.get("muon", {}).get("scale") == "rms" else muon_reference.aspect
-    muon, norms = WholeMuon(wide, case.heads, scale), []
+    muon, norms = WholeMuon(wide, case.heads, scale, eps=case.params.get("eps", OPTIMIZER["params"]["eps"])), []
     for batch in batches:
         micros = batch.flatten(0, 1)
         for micro in micros:

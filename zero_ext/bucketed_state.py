@@ -30,7 +30,7 @@ class BucketedState:
     """Masters and state of one DeepSpeedZeroOptimizer."""
 
     snapshot: HostSnapshot | None = None
-    """The snapshot that is taken of the state in DeepSpeed's order now, whose host memory it has then."""
+    """The snapshot that a save takes now: state in DeepSpeed's order is written to its host memory. None elsewhere."""
 
     def __init__(self, optimizer: Any, groups: Mapping[int, BucketedGroup], own_parts: Callable[[], list[Any]]) -> None:
         """``groups``: those over several ranks; ``own_parts`` makes DeepSpeed's list of partitions of the weights."""

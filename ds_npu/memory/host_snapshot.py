@@ -55,9 +55,9 @@ class HostSnapshot:
         return copy.deepcopy(content)
 
     def memory_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Host memory for values of ``x``, which is contiguous, that are brought there ``behind`` other work.
+        """Host memory of the shape and dtype of ``x``, to be written to within ``behind``; ``x`` is contiguous.
 
-        ``of`` takes what is in it for a copy; nobody may read it before ``wait`` returns.
+        ``of`` returns it as the copy that it is. Nobody may read it before ``wait`` has returned.
         """
         target = self._host_memory(x.numel() * x.element_size(), pinned=self._device_type != "cpu")
         self._copies[target.untyped_storage()._cdata] = target
@@ -77,7 +77,7 @@ class HostSnapshot:
             yield
 
     def keep(self, source: torch.Tensor) -> None:
-        """Let nothing else have the memory of ``source``, which is read ``behind`` other work, before it was read."""
+        """Keep the allocator from giving the memory of ``source`` away before the stream of copies has read it."""
         if self._stream is not None and source.device.type == self._device_type:
             source.record_stream(self._stream)
 

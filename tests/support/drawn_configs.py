@@ -102,17 +102,17 @@ def drawn(number: int, dtypes: tuple[torch.dtype, ...]) -> Drawn:
         )
 
 
-ROOMS: tuple[Keys, ...] = ({}, {"moe": {"row_margin": 1.5}})
-"""Experts whose rows have the memory that was counted, and memory of a given size."""
+ROW_MARGINS: tuple[Keys, ...] = ({}, {"moe": {"row_margin": 1.5}})
+"""Memory for the rows of experts by their counts, and by a margin."""
 
 
 def stages_by_axes() -> list[Drawn]:
-    """Each stage of ZeRO with each of AXES and of ROOMS that the section's rules allow beside them."""
+    """Each stage of ZeRO with each of AXES and of ROW_MARGINS that the section's rules allow beside them."""
     found = []
-    for stage, parallel, rooms in itertools.product((0, 1, 2, 3), AXES, ROOMS):
-        section = {"parallel": parallel} | rooms
+    for stage, parallel, margin in itertools.product((0, 1, 2, 3), AXES, ROW_MARGINS):
+        section = {"parallel": parallel} | margin
         is_allowed = not list(broken_rules(DsNpuConfig.model_validate(section), frozenset()))
-        if is_allowed and ("pipeline" not in parallel or stage < 3) and ("expert" in parallel or not rooms):
+        if is_allowed and ("pipeline" not in parallel or stage < 3) and ("expert" in parallel or not margin):
             family = "qwen3_moe" if "expert" in parallel else "llama"
             found.append(Drawn(family, stage, torch.float64, section))
     return found

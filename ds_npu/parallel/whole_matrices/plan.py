@@ -14,9 +14,11 @@ from dataclasses import dataclass
 
 from ds_npu.parallel.whole_matrices.pieces import Matrix, MatrixPiece, WeightHolding, matrices_of, pieces_of
 
-WAVE, LEAST_WAVE, WAVES = 1 << 26, 1 << 20, 4
-"""Elements of the matrices that a rank brings together at one time, at most, unless one matrix has more: of few, a
-WAVES-th, since messages hide behind other waves only, but as many that a message takes longer than its latency."""
+WAVE = 1 << 26
+"""Most elements of the matrices that a rank brings together at one time, unless one matrix has more."""
+WAVES, LEAST_WAVE = 4, 1 << 20
+"""Waves into which a rank's matrices are divided, since messages hide behind other waves only; but no wave has fewer
+elements than LEAST_WAVE, whose message takes longer than the latency of one."""
 FLOP_OF_AN_ELEMENT = 25_000.0
 """FLOP of an iteration in the time in which an element comes and its update goes: some 6 bytes at 50 GB/s, with
 200 TFLOP/s (Atlas 800T A2, as topology/machines.json has it). It only chooses between owners."""
@@ -163,7 +165,7 @@ def owners_of(pieces: Sequence[Sequence[MatrixPiece]], costs: Sequence[float], r
 
 
 def _waves(matrices: Sequence[Matrix], owners: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """The matrices of each wave: as many of each owner's as a wave's elements hold, one shape behind the other."""
+    """The matrices of each wave: as many of each owner as its elements allow, one shape behind the other."""
     waves: list[list[int]] = []
     sizes = [each.rows * each.columns for each in matrices]
     for rank in range(ranks):

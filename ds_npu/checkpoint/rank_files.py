@@ -22,7 +22,7 @@ from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.digests import DigestedWriter, FileDigests, digests_of, flush_folder
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
-from ds_npu.checkpoint.wholeness import UNFINISHED
+from ds_npu.checkpoint.wholeness import UNFINISHED, name_in
 from ds_npu.checkpoint.written import WrittenCheckpoint
 
 Bytes = bytes | bytearray
@@ -89,17 +89,12 @@ def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Seq
         whole = [tag for tag in sorted(steps, key=steps.__getitem__) if is_whole(folder / tag, ranks)]
         if not whole:
             return None
-        named = _named(folder)
+        named = name_in(folder / LATEST)
         if named is not None and _step_of(folder / named, classes) >= steps[whole[-1]]:
             return named
         _put(folder / LATEST, whole[-1].encode())
         flush_folder(folder)
         return whole[-1]
-
-
-def _named(folder: Path) -> str | None:
-    path = folder / LATEST
-    return path.read_text(errors="replace").strip() if path.is_file() else None
 
 
 def _step_of(folder: Path, classes: Sequence[Any]) -> int:

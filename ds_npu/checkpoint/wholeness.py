@@ -80,6 +80,14 @@ def checkpoints_in(folder: Path) -> Iterator[FoundCheckpoint]:
     yield from sorted((each for each in inside if each is not None), key=lambda each: each.saved_at, reverse=True)
 
 
+def name_in(path: Path) -> str | None:
+    """The name that a file such as ``latest`` holds; None where it is not there.
+
+    Bytes that are no text become a name that no checkpoint has.
+    """
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else None
+
+
 def newest_whole(folder: Path, without: Path | None = None) -> Path | None:
     """The newest whole checkpoint in ``folder``, by manifests and directories of files; None where there is none."""
     try:

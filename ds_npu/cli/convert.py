@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from ds_npu.checkpoint.files import CheckpointError
-from ds_npu.checkpoint.wholeness import checkpoints_in
+from ds_npu.checkpoint.wholeness import checkpoints_in, name_in
 from ds_npu.cli.command import Command, argument, cli_module, one_line, refused
 from ds_npu.config.problems import printable
 
@@ -78,9 +78,9 @@ def _megatron_folder(folder: Path) -> Path | None:
     """The folder of Megatron-Core's distributed checkpoint in ``folder``; told without torch."""
     if (folder / METADATA).is_file():
         return folder
-    if not (folder / LATEST).is_file():
+    text = name_in(folder / LATEST)
+    if text is None:
         return None
-    text = (folder / LATEST).read_text(errors="replace").strip()
     inside = folder / (f"iter_{int(text):07d}" if text.isdecimal() else "release")
     return inside if (inside / METADATA).is_file() else None
 

@@ -25,6 +25,7 @@ from ds_npu.capability.named_classes import named_classes
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE, manifest_path
 from ds_npu.checkpoint.universal import UniversalCheckpoint
+from ds_npu.checkpoint.wholeness import name_in
 from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks
 from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine, check_universal
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
@@ -253,11 +254,7 @@ def _names_of_shared(model: nn.Module) -> dict[str, list[str]]:
 def _folder_of(load_dir: Any, tag: str | None, file: str) -> Path | None:
     """The folder that ``tag`` or ``file`` names; None where DeepSpeed says that there is none. Every rank calls it."""
 
-    def latest() -> str | None:
-        path = Path(load_dir, file)
-        return path.read_text(errors="replace").strip() if tag is None and path.is_file() else tag
-
-    tags = _on_every_rank(latest)
+    tags = _on_every_rank(lambda: name_in(Path(load_dir, file)) if tag is None else tag)
     if len(set(map(str, tags))) > 1:
         first, rank = next((each, rank) for rank, each in enumerate(tags) if str(each) != str(tags[0]))
         raise CheckpointError(

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_npu.checkpoint.files import CheckpointError
+from ds_npu.checkpoint.rank_files import LATEST
+from ds_npu.checkpoint.wholeness import name_in
 from ds_npu.engine.topology_engine import TopologyEngine
 
 PARTITIONS = "ds_npu_partitions"
@@ -70,8 +72,7 @@ def check_partitions_load(folder: Path, asked: Asked, is_plain: bool) -> None:
     The manifests in ``folder`` do not say what is where, or there are none. ``is_plain``: no rank has a shard of a
     weight, ZeRO's partitions apart.
     """
-    latest = folder.parent / "latest"
-    is_latest = latest.is_file() and latest.read_text(errors="replace").strip() == folder.name
+    is_latest = name_in(folder.parent / LATEST) == folder.name
     if asked.load_module_only or not is_latest or not is_plain:
         raise CheckpointError(
             f"{folder} has no manifests (ds_npu_layout_rank_*.json) that say what is where, and is to be loaded under "

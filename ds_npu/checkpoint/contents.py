@@ -22,6 +22,8 @@ REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
 """How torch names a class that ``weights_only`` refuses."""
 UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile)
 """Errors of torch for a file that is none of its own."""
+LARGEST_RECORDS = 3
+"""Records of a file whose ends stay in memory while it is read; Adam's partition has three."""
 Keys = tuple[str | int, ...]
 
 
@@ -155,6 +157,7 @@ class CheckpointFiles:
         reader.headers = frozenset(records)
         found = loaded(reader, self._classes, lazily=True)
         positions = dict(records.values())
+        reader.keep(_ends_of_largest(positions))
         for keys, tensor in tensors_in(found):
             begin = file_position(tensor)
             if begin is None:  # An earlier torch.
@@ -259,6 +262,16 @@ def _records(reader: VerifiedReader) -> dict[int, tuple[int, int]] | None:
     finally:
         reader.seek(0)
     return {each.header_offset: (_data_position(each), each.file_size) for each in infos}
+
+
+def _ends_of_largest(positions: Mapping[int, int]) -> Iterator[int]:
+    """Both ends of the largest records, of which ``positions`` has the bytes by the first one.
+
+    Masters and both moments of a partition of ZeRO are a record each, and are read in turns: the end of one and the
+    beginning of the next are in one chunk, between whose two reads are those of all others.
+    """
+    for begin in sorted(positions, key=lambda each: positions[each])[-LARGEST_RECORDS:]:
+        yield from (begin, begin + positions[begin])
 
 
 def _data_position(info: zipfile.ZipInfo) -> int:

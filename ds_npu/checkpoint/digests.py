@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -209,8 +209,14 @@ class VerifiedReader(io.RawIOBase):
         """Bytes that were read from the file."""
         self._position = 0
         self._verified: set[int] = set()
+        self._lasting: frozenset[int] = frozenset()
+        """Indices of the chunks that are kept until the file is closed, once they are read."""
         self._kept: dict[int, bytearray] = {}
         """The chunks that were read last, as parts, by their index, the last one at the end."""
+
+    def keep(self, offsets: Iterable[int]) -> None:
+        """Keep the chunks with the bytes at ``offsets`` until the file is closed, once they are read."""
+        self._lasting = frozenset(each // CHUNK_BYTES for each in offsets)
 
     def readable(self) -> bool:
         return True
@@ -275,8 +281,9 @@ class VerifiedReader(io.RawIOBase):
             whole = bytearray(numel)
             self._fill(begin, memoryview(whole))
             self._verify(chunk, whole)
-            if len(self._kept) >= KEPT_CHUNKS:
-                self._kept.pop(next(iter(self._kept)))
+            passing = [each for each in self._kept if each not in self._lasting]
+            if len(passing) >= KEPT_CHUNKS:
+                self._kept.pop(passing[0])
         self._kept[chunk] = whole
         view[:] = memoryview(whole)[offset : offset + len(view)]
 

@@ -108,6 +108,24 @@ def test_chunks_that_are_read_in_turns_are_read_once(tmp_path):
         assert reader.bytes_read == len(data)
 
 
+def test_no_chunk_of_a_partition_is_read_twice(tmp_path):
+    """Three records of a file share chunks at their ends, which all others are read between."""
+    numel = 10 * CHUNK // 4 + 500
+    partition = {name: torch.rand(numel) for name in ("master", "exp_avg", "exp_avg_sq")}
+    with DigestedWriter(tmp_path / "file.pt") as writer:
+        torch.save(partition, writer)
+    digests = writer.digests()
+    files = CheckpointFiles(tmp_path, (), lambda name: digests)
+    found, step = files.named("file.pt"), CHUNK // 4 + 8
+    for start in range(0, numel, step):
+        for name, value in partition.items():
+            count = min(step, numel - start)
+            assert files.elements("file.pt", found[name], start, count).equal(value[start : start + count])
+    directory_and_headers = 2 * CHUNK + 100
+    assert digests.size <= files.bytes_read <= digests.size + directory_and_headers
+    files.close()
+
+
 CONTENT = {
     "module": {"a": torch.arange(3000.0), "b": torch.arange(12).view(3, 4).t(), "c": torch.empty(0, 3)},
     "count": 7,

@@ -1,6 +1,7 @@
-"""HCCL's communicator of a group of ranks: torch_npu opens it when it is first used, or asked for by name.
+"""HCCL's communicators of a group of ranks and of two of them: torch_npu opens them when they are first used.
 
-Opening connects the ranks and takes the buffers; nothing is sent, and no stream waits. Source: torch_npu 2.13,
+That of a group is opened by asking for its name: it connects the ranks and takes the buffers, nothing is sent, and no
+stream waits. Those of two ranks, for their messages, have no name; a number is sent. Source: torch_npu 2.13,
 ProcessGroupHCCL::getHcclCommName and createHCCLComm.
 """
 
@@ -8,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from ds_npu.log import logger
 
 
 @functools.cache
@@ -42,11 +45,47 @@ def open_communicator(group: dist.ProcessGroup, name: str) -> float:
 
     Raises RuntimeError, with the ranks that did not begin to open it, where they do not all come.
     """
-    ranks, store, begun = dist.get_process_group_ranks(group), _store(), time.monotonic()
+    return _opened(name, dist.get_process_group_ranks(group), lambda: communicator(group))
+
+
+class Link(NamedTuple):
+    """Messages from one rank of a group to another; ranks are global."""
+
+    group: dist.ProcessGroup
+    sender: int
+    receiver: int
+
+
+def open_links(links: Iterable[Link], name: str) -> None:
+    """Open, over hccl, the communicators of ``links``, of which this rank opens its own, with a line in the log.
+
+    Every rank is given all links of a group in the same order, so that none waits in a circle. Raises RuntimeError
+    where the other rank does not come.
+    """
+    own = dist.get_rank()
+    for link in (each for each in links if own in (each.sender, each.receiver)):
+        if dist.get_backend(link.group) == "hccl":
+            ranks = (link.sender, link.receiver)
+            seconds = _opened(f"{name}, rank {ranks[0]} to rank {ranks[1]}", ranks, functools.partial(_pass, link))
+            logger().info("HCCL communicator of two, %s: rank %d to rank %d, opened in %.2f s", name, *ranks, seconds)
+
+
+def _pass(link: Link) -> None:
+    """Send a number over ``link``, or receive it; the host does not wait for it."""
+    number = torch.zeros(1, device="npu")
+    if dist.get_rank() == link.sender:
+        dist.send(number, link.receiver, group=link.group)
+    else:
+        dist.recv(number, link.sender, group=link.group)
+
+
+def _opened(name: str, ranks: Sequence[int], action: Callable[[], object]) -> float:
+    """The seconds of ``action``, which opens the communicator ``name`` of ``ranks``."""
+    store, begun = _store(), time.monotonic()
     key = f"ds_npu opens {name} of {ranks[0]}"
     store.set(f"{key}: {dist.get_rank()}", "1")
     try:
-        communicator(group)
+        action()
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {dist.get_rank()} could not open the HCCL communicator {name} of ranks {_listed(ranks)} within "

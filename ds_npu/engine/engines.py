@@ -24,6 +24,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_npu.capability import try_import
+from ds_npu.comm.communicator import open_links
 from ds_npu.engine.checkpoints.any_layout import AnyLayoutCheckpoints
 from ds_npu.engine.checkpoints.atomic_checkpoints import AtomicCheckpoints
 from ds_npu.engine.checkpoints.full_values import know_grid, link_every_group
@@ -190,6 +191,9 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         if dist.get_backend() == "hccl" and dist.get_world_size() > 1:
             planned = self._planned_communicators(model)
             open_others(self._communicator_plan, self.topology, planned, has_experts(model))
+            choice = algorithm_choice_of(model)
+            if choice is not None and not choice.is_open and choice.axis.ring is not None:
+                open_links(choice.axis.ring.links(), "ring")
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""

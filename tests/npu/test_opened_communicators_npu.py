@@ -20,6 +20,8 @@ from ds_npu.log import logger
 
 UNSET = 0xFFFFFFFF
 """hccl_types.h: HCCL_COMM_TRAFFIC_CLASS_CONFIG_NOT_SET and HCCL_COMM_SERVICE_LEVEL_CONFIG_NOT_SET."""
+PAIR_MIB = 20
+"""MiB of each buffer of a communicator of two ranks that send to each other: P2P_HCCL_BUFFSIZE."""
 BUCKETS = {"reduce_bucket_size": 2**21, "allgather_bucket_size": 2**20, "stage3_prefetch_bucket_size": 10}
 """Elements; 8 MiB is the largest."""
 QOS = {"service_level": 3, "traffic_class": 100}
@@ -51,12 +53,15 @@ def opened(section: dict, expected: list[tuple], moe: bool = False) -> None:
     """Make an engine and take a step; ``expected``: name in the log, and what HCCL was given."""
     kept = Lines()
     logger().addHandler(kept)
-    model = tiny_models.tiny("mixtral" if moe else "llama", torch.float32, num_hidden_layers=2)
+    model = tiny_models.tiny(
+        "mixtral" if moe else "llama", torch.float32, num_hidden_layers=6 if "pipeline" in section["parallel"] else 2
+    )
     engine = engine_of(section, model)
     before = hccl_calls.openings()
-    # Not those of pairs of ranks, which have no options.
-    assert [given for _, given in before if given[1] != 20] == [given for _, given in expected]
-    said = [line for line in kept.lines if line.startswith("HCCL communicator")]
+    # Those of pairs of ranks have no options.
+    assert [given for _, given in before if given[1] != PAIR_MIB] == [given for _, given in expected]
+    said = [line for line in kept.lines if re.match(r"HCCL communicator \d", line)]
+    in_pairs = [line for line in kept.lines if line.startswith("HCCL communicator of two, ")]
     if dist.get_rank() == 0:
         pattern = r"HCCL communicator \d of \d, (.*): (\d+) ranks, 2 buffers of (\d+) MiB, opened in (\d+\.\d\d) s"
         found = [re.fullmatch(pattern, line).groups() for line in said]
@@ -64,14 +69,20 @@ def opened(section: dict, expected: list[tuple], moe: bool = False) -> None:
             (name, *given[:2]) for name, given in expected
         ]
         assert all(0 <= float(seconds) < 60 for *_, seconds in found)
+        of_pairs = [given for _, given in before if given[1] == PAIR_MIB]
+        assert len(in_pairs) == len(of_pairs)
     else:
-        assert said == []
+        assert said == in_pairs == []
     tokens = tiny_models.tokens(rule.MICRO, 16).to(engine.device)
     for _ in range(rule.ACCUMULATION):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
     dist.barrier()
-    assert [row for row in hccl_calls.openings() if row[1][1] != 20] == [row for row in before if row[1][1] != 20]
+    during = hccl_calls.openings()[len(before) :]
+    if "context" in section["parallel"] and "context_parallel" not in section:
+        # The algorithm is chosen with the first batch.
+        during = [row for row in during if row[1][1] != PAIR_MIB]
+    assert during == []
 
 
 PLAIN = (0, UNSET, UNSET)
@@ -111,6 +122,24 @@ CASES = {
         True,
     ),
     "stages": (2, {"parallel": {"pipeline": 2}}, [("world", (2, 200, *PLAIN))], False),
+    "stages, twice": (
+        3,
+        {"parallel": {"pipeline": 3}, "pipeline": {"virtual_stages": 2}},
+        [("world", (3, 200, *PLAIN))],
+        False,
+    ),
+    "ring": (
+        3,
+        {"parallel": {"context": 3}, "context_parallel": {"algorithm": "ring"}},
+        [("world", (3, 200, *PLAIN))],
+        False,
+    ),
+    "double ring": (
+        4,
+        {"parallel": {"context": 4}, "context_parallel": {"algorithm": "ring", "window": 2}},
+        [("world", (4, 200, *PLAIN))],
+        False,
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import nn
 
+from ds_npu.comm.communicator import Link, open_links
 from ds_npu.config.pipeline import PipelineSection
 from ds_npu.engine.failures.batch_checksum import BatchChecksum
 from ds_npu.engine.failures.batch_failures import BatchFailures, BatchInStages
@@ -165,10 +166,16 @@ def check_scales_losses(engine: Any) -> None:
         )
 
 
-def pipeline_links(topology: Topology, device: torch.device) -> PipelineLinks:
-    """Between the ranks along pp, on groups of their own."""
-    every = [range(topology.size("pp"))]
+def pipeline_links(topology: Topology, device: torch.device, rank_of: Sequence[int]) -> PipelineLinks:
+    """Between the ranks along pp, on groups of their own; ``rank_of`` each stage. Over hccl they are opened."""
+    every, ranks = [range(topology.size("pp"))], topology.ranks("pp")
     up, down = (topology.within("pp", every, f"to {which} ranks", own=True) for which in ("higher", "lower"))
+    borders = {tuple(sorted((rank_of[stage], rank_of[stage + 1]))) for stage in range(len(rank_of) - 1)}
+    # First those of every other rank: they are opened side by side.
+    for low, high in sorted(borders, key=lambda each: (each[0] % 2, each)):
+        if low != high:
+            low, high = ranks[low], ranks[high]
+            open_links((Link(up, low, high), Link(down, high, low)), "neighbouring stages")
     return PipelineLinks((up, down), device)
 
 
@@ -185,7 +192,7 @@ class EnginePipeline:
         self.engine, self.layout, self.micro_batches = engine, layout, micro_batches
         topology: Topology = engine.topology
         self.rank = topology.rank("pp")
-        self.links = pipeline_links(topology, engine.device)
+        self.links = pipeline_links(topology, engine.device, layout.rank_of)
         self.outputs = StageOutputs(topology.group("pp"), layout.last_rank, engine.device)
         self.random_numbers = RegionRandomness(topology, get_accelerator().device_name(), "pp").region
         self.stages = {stage.index: stage for stage in stages_in(engine.module)}

@@ -81,7 +81,7 @@ class ScheduledModule:
                 "key out"
             )
         self.engine, self.layout = engine, layout
-        self.links = pipeline_links(engine.topology, engine.device)
+        self.links = pipeline_links(engine.topology, engine.device, layout.rank_of)
         along = engine.topology.ranks("pp")
         # The ranks between them are given no batch.
         self.failures = BatchFailures(engine.topology, get_accelerator().device_name(), (along[0], along[-1]))

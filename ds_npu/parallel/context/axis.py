@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from ds_npu.comm.communicator import Link
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.topology.topology import Topology
 
@@ -33,6 +34,22 @@ class Ring:
     group: dist.ProcessGroup
     inner: Links
     outer: Links
+
+    def links(self) -> list[Link]:
+        """All links between neighbours of its inner and outer rings, in the same order on every rank."""
+        size, window = len(self.ranks), self.window
+        found = []
+        for groups, index, stride, count in (
+            (self.inner, self.rank % window, 1, window),
+            (self.outer, self.rank // window, window, size // window),
+        ):
+            around = [self.ranks[self.rank + (each - index) * stride] for each in range(count)]
+            # First those of every other rank: they are opened side by side.
+            for at in sorted(range(count), key=lambda each: (each % 2, each)):
+                group = groups[at % 2]
+                if group is not None:
+                    found.append(Link(group, around[at], around[(at + 1) % count]))
+        return found
 
 
 @dataclass(frozen=True, eq=False)

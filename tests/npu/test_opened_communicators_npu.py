@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 
@@ -147,6 +148,18 @@ CASES = {
 def test_every_communicator_is_opened_with_its_options_and_in_one_order(name):
     ranks, section, expected, moe = CASES[name]
     run_on_ranks(ranks, opened, section, expected, moe, backend="hccl", sets_device=False)
+
+
+def without_pairs() -> None:
+    os.environ["P2P_HCCL_BUFFSIZE"] = "0"
+    model = tiny_models.tiny("llama", torch.float32, num_hidden_layers=6)
+    with pytest.raises(ValueError, match="P2P_HCCL_BUFFSIZE is 0, so that the 3 pipeline ranks .* with 6 stages"):
+        engine_of({"parallel": {"pipeline": 3}, "pipeline": {"schedule": "zb_v"}}, model)
+
+
+def test_stages_of_several_on_a_rank_need_communicators_of_pairs():
+    """Over one communicator the ranks of such a pipeline wait for each other for ever."""
+    run_on_ranks(3, without_pairs, backend="hccl", sets_device=False)
 
 
 def already_open() -> None:

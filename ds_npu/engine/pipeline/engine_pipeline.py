@@ -34,6 +34,7 @@ from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
 from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
 from ds_npu.parallel.tensor.randomness import RegionRandomness
+from ds_npu.planner.communicators import PAIR_BUFFER, default_mib
 from ds_npu.topology.topology import Topology
 from ds_npu.zero_ext.held_reduction import HeldReduction, add_missing
 from ds_npu.zero_ext.pending_gradients import PendingGradients, TiedGradients, gradient_slots
@@ -167,8 +168,17 @@ def check_scales_losses(engine: Any) -> None:
 
 
 def pipeline_links(topology: Topology, device: torch.device, rank_of: Sequence[int]) -> PipelineLinks:
-    """Between the ranks along pp, on groups of their own; ``rank_of`` each stage. Over hccl they are opened."""
+    """Between the ranks along pp, on groups of their own; ``rank_of`` each stage. Over hccl they are opened.
+
+    Raises ValueError where pairs of ranks have no communicators over hccl, and several stages of a rank need them.
+    """
     every, ranks = [range(topology.size("pp"))], topology.ranks("pp")
+    if dist.get_backend() == "hccl" and default_mib(PAIR_BUFFER) == 0 and len(rank_of) > len(ranks) > 2:
+        raise ValueError(
+            f"{PAIR_BUFFER} is 0, so that the {len(ranks)} pipeline ranks send over one communicator, in which each "
+            f"message waits for those before it; with {len(rank_of)} stages ranks would wait for each other for ever. "
+            f"What to do: unset {PAIR_BUFFER}, or give each rank one stage (ds_npu.pipeline.schedule 1f1b)"
+        )
     up, down = (topology.within("pp", every, f"to {which} ranks", own=True) for which in ("higher", "lower"))
     borders = {tuple(sorted((rank_of[stage], rank_of[stage + 1]))) for stage in range(len(rank_of) - 1)}
     # First those of every other rank: they are opened side by side.

@@ -34,6 +34,12 @@ def test_copies_hold_what_a_save_holds(ranks, cases, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_on_thread", [True, False])
+def test_a_rank_that_cannot_make_its_copy(is_on_thread, tmp_path):
+    run_on_ranks(3, copied_lives.failing_life, str(tmp_path), is_on_thread)
+
+
+@pytest.mark.slow
 @pytest.mark.matrix(corners=1, drawn=1)
 @pytest.mark.parametrize(("ranks", "victims", "section"), CASES, ids=str)
 def test_a_new_start_goes_on_to_the_bit(ranks, victims, section, tmp_path):

@@ -153,7 +153,7 @@ def test_every_communicator_is_opened_with_its_options_and_in_one_order(name):
 def without_pairs() -> None:
     os.environ["P2P_HCCL_BUFFSIZE"] = "0"
     model = tiny_models.tiny("llama", torch.float32, num_hidden_layers=6)
-    with pytest.raises(ValueError, match="P2P_HCCL_BUFFSIZE is 0, so that the 3 pipeline ranks .* with 6 stages"):
+    with pytest.raises(ValueError, match=r"P2P_HCCL_BUFFSIZE is 0, so that the 3 pipeline ranks .* with 6 stages"):
         engine_of({"parallel": {"pipeline": 3}, "pipeline": {"schedule": "zb_v"}}, model)
 
 

@@ -26,8 +26,9 @@ from ds_npu.log import logger
 from ds_npu.memory.host_snapshot import HostSnapshot
 
 KEY = "ds_npu.checkpoint.peer_copies"
-FILE, COMPLETE, TOKEN, WHOLE = "file", "complete", "token", "whole"
-"""Kinds of messages: one file; the end of a rank's files; a token that each rank passes on; news that all have it."""
+FILE, COMPLETE, TOKEN, WHOLE, FAILED = "file", "complete", "token", "whole", "failed"
+"""Kinds of messages: one file; the end of a rank's files; a token that each rank passes on; news that all have the
+copy, and that a rank could not make its own."""
 GONE_RANK = (
     "%s: rank %s is gone. The other ranks write the copies in their memory, at most %s steps old, to %s. A new start "
     "loads them; where a rank and the rank that held its copy are both gone, it loads what latest named before"
@@ -36,6 +37,13 @@ COPIED = "%s: the files of all ranks are in %s. What to do: start again with loa
 NOT_COPIED = (
     "%s: the copies in the memory of this rank were not written to %s: %s. What to do: load an earlier checkpoint"
 )
+COULD_NOT = (
+    "{}: rank {} could not make its copy: {}. No further copies are made. What to do: load the last checkpoint in a "
+    "new start; where host memory is short, give a node fewer ranks, or leave the key out (ds_npu check --model prints "
+    "the bytes that it takes)"
+)
+MOST_SAID = 2000
+"""Characters of an error that other ranks are told."""
 GENERATIONS = 2
 """Copies that are kept, of which the older one is whole on all ranks."""
 
@@ -87,6 +95,8 @@ class PeerCopies:
         """The tags of a token that waits here, and of the last one that rank 0 has made."""
         self._is_whole, self._is_over = threading.Event(), threading.Event()
         self._is_whole.set()
+        self._failure = ""
+        """Why no copy is made any more."""
         self._thread: threading.Thread | None = None
         self._ranks, self._is_closed = dist.get_world_size(), False
         self._ring = PeerRing(self._receive, self._end_with)
@@ -104,19 +114,29 @@ class PeerCopies:
         self._snapshot.hold_back()
 
     def after_step(self, engine: Any) -> None:
-        """Take a copy where it is time for one; the one before has to be whole by then."""
+        """Take a copy where it is time for one; the one before has to be whole by then.
+
+        Raises RuntimeError on all ranks where one of them could not make its copy.
+        """
         step = engine.global_steps
         if step == 0 or step % self._interval:
             return
-        while not self._is_whole.wait(0.1):
-            if self._is_over.is_set():
-                return
+        while not (self._is_whole.wait(0.1) or self._is_over.is_set()):
+            pass
+        if self._failure:
+            raise RuntimeError(self._failure)
+        if self._is_over.is_set():
+            return
         if self._thread is not None:
             self._thread.join()
         self._is_whole.clear()
         files = RankFiles(f"global_step{step}_copies_{self._ring.run}", step, self._ring.rank)
         captured = CapturedFiles(engine.checkpoint_engine, self._snapshot)
-        engine.put_own_files(captured, str(self._folder), files.tag)
+        try:
+            engine.put_own_files(captured, str(self._folder), files.tag)
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._snapshot.finish()
         self._thread = threading.Thread(
             target=self._copy, args=(captured, files), name="ds_npu peer copies", daemon=True
@@ -153,10 +173,24 @@ class PeerCopies:
             if latest is not None:
                 logger().error(COPIED, KEY, self._folder / latest, str(self._folder))
 
+    def _fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one could not make its copy, for which they would wait for ever."""
+        self._hear_of_failure(self._ring.rank, f"{type(error).__name__}: {error}"[:MOST_SAID])
+
+    def _hear_of_failure(self, rank: int, said: str) -> None:
+        self._failure = COULD_NOT.format(KEY, rank, said)
+        self._is_over.set()
+        if self._ring.holder != rank:
+            self._ring.send(RingMessage(FAILED, {"rank": rank, "said": said}))
+
     def _copy(self, captured: CapturedFiles, files: RankFiles) -> None:
-        self._snapshot.wait()
-        captured.move_to(files)
-        self._snapshot.release()
+        try:
+            self._snapshot.wait()
+            captured.move_to(files)
+            self._snapshot.release()
+        except Exception as error:
+            self._fail(error)
+            return
         fields = {"tag": files.tag, "step": files.step, "rank": files.rank}
         for name, data in files.files.items():
             self._ring.send(RingMessage(FILE, {**fields, "name": name}, data))
@@ -167,6 +201,9 @@ class PeerCopies:
 
     def _receive(self, message: RingMessage) -> None:
         """Take in a message of the rank whose holder this is."""
+        if message.kind == FAILED:
+            self._hear_of_failure(message.fields["rank"], message.fields["said"])
+            return
         tag = message.fields["tag"]
         if message.kind == TOKEN:
             with self._lock:

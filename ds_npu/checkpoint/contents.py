@@ -23,7 +23,7 @@ REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
 UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile)
 """Errors of torch for a file that is none of its own."""
 LARGEST_RECORDS = 3
-"""Records of a file whose ends stay in memory while it is read; Adam's partition has three."""
+"""Records of a file whose ends are kept in memory while it is read; Adam's partition has three."""
 Keys = tuple[str | int, ...]
 
 

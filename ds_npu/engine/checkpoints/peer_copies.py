@@ -42,7 +42,7 @@ COULD_NOT = (
     "new start; where host memory is short, give a node fewer ranks, or leave the key out (ds_npu check --model prints "
     "the bytes that it takes)"
 )
-MOST_SAID = 2000
+MOST_TEXT = 2000
 """Characters of an error that other ranks are told."""
 GENERATIONS = 2
 """Copies that are kept, of which the older one is whole on all ranks."""
@@ -175,13 +175,13 @@ class PeerCopies:
 
     def _fail(self, error: BaseException) -> None:
         """Tell all ranks that this one could not make its copy, for which they would wait for ever."""
-        self._hear_of_failure(self._ring.rank, f"{type(error).__name__}: {error}"[:MOST_SAID])
+        self._hear_of_failure(self._ring.rank, f"{type(error).__name__}: {error}"[:MOST_TEXT])
 
-    def _hear_of_failure(self, rank: int, said: str) -> None:
-        self._failure = COULD_NOT.format(KEY, rank, said)
+    def _hear_of_failure(self, rank: int, text: str) -> None:
+        self._failure = COULD_NOT.format(KEY, rank, text)
         self._is_over.set()
         if self._ring.holder != rank:
-            self._ring.send(RingMessage(FAILED, {"rank": rank, "said": said}))
+            self._ring.send(RingMessage(FAILED, {"rank": rank, "text": text}))
 
     def _copy(self, captured: CapturedFiles, files: RankFiles) -> None:
         try:
@@ -202,7 +202,7 @@ class PeerCopies:
     def _receive(self, message: RingMessage) -> None:
         """Take in a message of the rank whose holder this is."""
         if message.kind == FAILED:
-            self._hear_of_failure(message.fields["rank"], message.fields["said"])
+            self._hear_of_failure(message.fields["rank"], message.fields["text"])
             return
         tag = message.fields["tag"]
         if message.kind == TOKEN:

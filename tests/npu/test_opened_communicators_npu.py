@@ -157,7 +157,7 @@ def without_pairs() -> None:
         engine_of({"parallel": {"pipeline": 3}, "pipeline": {"schedule": "zb_v"}}, model)
 
 
-def test_stages_of_several_on_a_rank_need_communicators_of_pairs():
+def test_several_stages_on_a_rank_need_communicators_of_pairs():
     """Over one communicator the ranks of such a pipeline wait for each other for ever."""
     run_on_ranks(3, without_pairs, backend="hccl", sets_device=False)
 

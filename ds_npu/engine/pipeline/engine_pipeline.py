@@ -168,9 +168,10 @@ def check_scales_losses(engine: Any) -> None:
 
 
 def pipeline_links(topology: Topology, device: torch.device, rank_of: Sequence[int]) -> PipelineLinks:
-    """Between the ranks along pp, on groups of their own; ``rank_of`` each stage. Over hccl they are opened.
+    """Links between the ranks along pp, on groups of their own; over hccl their communicators are opened.
 
-    Raises ValueError where pairs of ranks have no communicators over hccl, and several stages of a rank need them.
+    ``rank_of``: the pipeline rank of each stage. Raises ValueError where pairs of ranks have no communicators over
+    hccl, and several stages on a rank need them.
     """
     every, ranks = [range(topology.size("pp"))], topology.ranks("pp")
     if dist.get_backend() == "hccl" and default_mib(PAIR_BUFFER) == 0 and len(rank_of) > len(ranks) > 2:

@@ -174,6 +174,18 @@ CARDS: tuple[MethodCard, ...] = (
             ("complete_grad_norm_calculation_for_cpu_offload", ("params",)),
         )
     ),
+    *(
+        MethodCard(
+            (ZERO_3,),
+            name,
+            parameters,
+            "states on NVMe are saved in a rank's own file, and loaded from it",
+            "the swapped files are copied, and all else of the optimizer is left out",
+            f"runtime/zero/stage3.py, {name}; runtime/engine.py:4456, :4937",
+            "a run that is resumed with states on NVMe goes on as if it had not ended",
+        )
+        for name, parameters in (("_rigid_state_dict", ()), ("_rigid_load_state_dict", ("state_dict",)))
+    ),
     MethodCard(
         (ZERO_1_2,),
         "scaled_global_norm",

@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_npu.zero_ext.optimizer_state import masters_of
+from ds_npu.zero_ext.swapped_states import swapped_masters
 
 Keys = tuple[str | int, ...]
 
@@ -42,7 +43,7 @@ class OptimizerLayout:
 
     inner: torch.optim.Optimizer
     flats: Sequence[torch.Tensor]
-    """The tensors that ``inner`` steps, by index."""
+    """The tensors that ``inner`` steps, by index; on the meta device where ZeRO 3 has them on a disk."""
     values: Keys | None
     """The way to the list of them; None: they are the weights, by name in the model's state dict."""
     states: Keys
@@ -79,7 +80,7 @@ def _sharded(optimizer: Any) -> OptimizerLayout | None:
     # Not of their subclasses (ZenFlow, SuperOffload), which hold more.
     kind, keys = type(optimizer), ((ZERO, MASTERS), (ZERO, "base_optimizer_state"))
     # With weights on the host or a disk other attributes hold them.
-    if kind is DeepSpeedZeroOptimizer_Stage3 and not (optimizer.swap_optimizer or optimizer.offload_param):
+    if kind is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_param:
         keys, runs = ((ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict")), _of_stage_3(optimizer)
     elif kind is BF16_Optimizer:
         runs = _of_fragments(optimizer.bf16_groups)
@@ -91,7 +92,11 @@ def _sharded(optimizer: Any) -> OptimizerLayout | None:
 
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:
-    return [master for master, _ in masters_of(optimizer)]
+    masters = [master for master, _ in masters_of(optimizer)]
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for index, numel in swapped_masters(optimizer).items():
+            masters[index] = torch.empty(numel, dtype=masters[index].dtype, device="meta")
+    return masters
 
 
 def _one_by_one(groups: Sequence[Sequence[torch.Tensor]]) -> Iterator[tuple[int, FlatRun]]:

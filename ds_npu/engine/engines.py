@@ -73,6 +73,7 @@ from ds_npu.zero_ext.stage_3_corrections import (
     gathered_as_one,
     reduce_behind_the_next_forward,
 )
+from ds_npu.zero_ext.swapped_states import keep_in_checkpoints
 from ds_npu.zero_ext.training_engine import EngineEvents
 from ds_npu.zero_ext.weight_gathers import install_gathers
 
@@ -228,6 +229,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
             logger().debug("DeepSpeed's own code reduces gradients and gathers weights: %s", reason)
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
+            keep_in_checkpoints(zero)
             reduce_behind_the_next_forward(zero, scatter_gradients(self, zero, self.topology))
             if reason := install_gathers(self, zero):
                 logger().debug("DeepSpeed's own code gathers weights: %s", reason)

@@ -40,6 +40,9 @@ TINY = 1e-6
 LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 KEPT = {"optimizer_memory": {"share_fp32": True, "swap": True}}
 
+Layout = tuple[int, dict]
+"""A stage of ZeRO and a section."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -150,9 +153,9 @@ def groups_of(kind: Kind, model: nn.Module) -> list:
 def engine_of(kind: Kind, stage: int, section: dict):
     dtype = torch.bfloat16 if kind.is_narrow else torch.float32
     section = {**section}
-    zero, parallel = section.pop("zero", {}), section.get("parallel", {})
+    zero, more, parallel = section.pop("zero", {}), section.pop("more", {}), section.get("parallel", {})
     shared = parallel.get("tensor", 1) * parallel.get("pipeline", 1) * parallel.get("context", 1)
-    config = dense.config(stage, dtype, section)
+    config = dense.config(stage, dtype, section) | more
     config["optimizer"] = {
         "AdamW": {"type": "AdamW", "params": ADAM | {"torch_adam": True}},
         "SGD": {"type": "SGD", "params": SGD},
@@ -199,8 +202,14 @@ def hold(kind: Kind, pairs: Sequence[tuple[int, int]], folder: str) -> None:
     """Save at the first layout of each pair, go on at the second, and compare with one process."""
     rule.without_extension()
     muon_rule.iterate_in_float64()
-    expected = None if kind.is_narrow else expected_of(kind)
-    layouts, states = layouts_of(kind, dist.get_world_size()), {}
+    hold_layouts(kind, layouts_of(kind, dist.get_world_size()), pairs, folder)
+
+
+def hold_layouts(
+    kind: Kind, layouts: Sequence[tuple[int, dict]], pairs: Sequence[tuple[int, int]], folder: str
+) -> None:
+    """The same with pairs of ``layouts``."""
+    expected, states = None if kind.is_narrow else expected_of(kind), {}
     for index in sorted({first for first, _ in pairs}):
         states[index] = save(kind, layouts[index], f"{folder}/{index}", expected)
     assert not kind.moves_experts or any(has_moved(each) for each in Path(folder).iterdir())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import manifest_path
+from ds_npu.engine.checkpoints import checkpoint_files
 
 OFFLOADED = {"zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
 """Under ZeRO 3, where it is not known what the optimizer holds where."""
@@ -148,7 +149,7 @@ def fails_to_save(folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(Path, "write_text", full)
+            patch.setattr(checkpoint_files, "_write_text", full)
         with pytest.raises(RuntimeError, match="was not saved to"):
             engine.save_checkpoint(folder, tag=TAG)
     assert files(folder) == before and [name for name in before if "00003" in name]

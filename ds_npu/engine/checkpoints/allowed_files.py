@@ -30,10 +30,10 @@ class AllowedFilesEngine(TorchCheckpointEngine):  # type: ignore[misc]
         prepared = self._prepared.pop(Path(path).absolute(), None)
         return self._loaded(Path(path), map_location) if prepared is None else prepared
 
-    def prepare(self, paths: Sequence[Path]) -> None:
-        """Load the files at ``paths`` to the host; ``load`` then hands them out, once."""
-        for path in paths:
-            self._prepared[path.absolute()] = self._loaded(path, "cpu")
+    def prepare(self, path: Path) -> Any:
+        """Load the file at ``path`` to the host; ``load`` then hands it out, once."""
+        self._prepared[path.absolute()] = content = self._loaded(path, "cpu")
+        return content
 
     def forget_prepared(self) -> None:
         """Drop what was prepared and not asked for."""

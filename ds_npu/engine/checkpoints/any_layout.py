@@ -30,6 +30,7 @@ from ds_npu.checkpoint.written import WrittenCheckpoint, differences, over_ranks
 from ds_npu.engine.checkpoints.allowed_files import AllowedFilesEngine, check_universal
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.checkpoints.layer_files import has_known_files
+from ds_npu.engine.checkpoints.offloaded_files import put_offloaded
 from ds_npu.engine.checkpoints.random_states import align_behind_load
 from ds_npu.engine.checkpoints.reassembly import Overlaid, Reassembly, State
 from ds_npu.engine.checkpoints.weights_only import Asked, check_partitions_load
@@ -122,10 +123,17 @@ class AnyLayoutCheckpoints(TopologyEngine):
         if engine is None:
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         try:
-            _on_every_rank(lambda: engine.prepare(self._own_files(folder, Asked(*args, **kwargs))))
+            _on_every_rank(lambda: self._prepare_own_files(engine, folder, Asked(*args, **kwargs)))
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         finally:
             engine.forget_prepared()
+
+    def _prepare_own_files(self, engine: AllowedFilesEngine, folder: Path, asked: Asked) -> None:
+        """Read what DeepSpeed will ask for; raises CheckpointError, with nothing written to the model."""
+        for path in self._own_files(folder, asked):
+            content = engine.prepare(path)
+            if self.zero_optimization_partition_weights() and ZERO in content:
+                put_offloaded(self, folder, content[ZERO])
 
     def _own_files(self, folder: Path, asked: Asked) -> list[Path]:
         """The files in ``folder`` that DeepSpeed reads on this rank."""

@@ -105,13 +105,20 @@ class AtomicCheckpoints(TopologyEngine):
             if bucketed is not None:
                 bucketed.state.snapshot = None
 
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """False: DeepSpeed asks it in saves and loads alone, to copy swapped files, whose content is in the rank's own.
+
+        See ``ds_npu.zero_ext.swapped_states``.
+        """
+        return False
+
     def copy_to_peers(self, folder: Path, steps: int) -> str:
         """Keep copies of this rank's files in memory, and in a peer's, from now on; says so in a line.
 
         ``steps``: the most optimizer steps that are repeated when ranks die. Raises ValueError where files are missing
         in them. Every rank calls it.
         """
-        if dist.get_world_size() == 1 or self.zero_nvme_offload_optimizer():
+        if dist.get_world_size() == 1 or super().zero_nvme_offload_optimizer():
             why = "a world of one rank" if dist.get_world_size() == 1 else "zero_optimization.offload_optimizer on NVMe"
             raise ValueError(f"{KEY}: found {steps} beside {why}, of which no copy is made. Leave it out")
         device_type = get_accelerator().device_name()

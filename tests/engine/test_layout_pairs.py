@@ -25,6 +25,6 @@ def test_pairs_of_layouts(name, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.matrix(corners=0, drawn=1)
-@pytest.mark.parametrize("name", ["llama, AdamW", "llama, Muon", "llama, tied, groups"])
+@pytest.mark.parametrize("name", lives.KINDS)
 def test_pairs_of_layouts_of_eight_ranks(name, tmp_path):
     run_on_ranks(8, lives.hold, lives.KINDS[name], taken(name, 8), str(tmp_path), deadline_s=900.0)

@@ -94,13 +94,20 @@ EXPERTS = [
     *[(3, over(expert=2, tensor=2)), (0, {}), (2, over(expert=4)), (0, over(expert=2, expert_tensor=2))],
     *[(3, {}), (2, over(tensor=2)), (1, over(expert=2, context=2)), (0, over(pipeline=2, tensor=2))],
 ]
-OF_EIGHT = [(1, over(tensor=2, pipeline=2)), (3, over(tensor=4)), (2, over(context=2, tensor=2)), (0, {})]
+DENSE_OF_EIGHT = [(1, over(tensor=2, pipeline=2)), (3, over(tensor=4)), (2, over(context=2, tensor=2)), (0, {})]
+EXPERTS_OF_EIGHT = [
+    *[(1, over(pipeline=2, expert=2)), (3, over(expert=4, tensor=2)), (2, over(expert=2, context=2))],
+    *[(0, over(expert=2, expert_tensor=2))],
+]
 """Stages of ZeRO and sections."""
 
 
 def layouts_of(kind: Kind, ranks: int) -> list[tuple[int, dict]]:
     """The layouts of a sort of training, each with all that its section has."""
-    found = OF_EIGHT if ranks == 8 else DENSE if kind.family in ("llama", "gpt2", "phi3") else EXPERTS
+    of_four, of_eight = (
+        (DENSE, DENSE_OF_EIGHT) if kind.family in ("llama", "gpt2", "phi3") else (EXPERTS, EXPERTS_OF_EIGHT)
+    )
+    found = of_eight if ranks == 8 else of_four
     if kind.optimizer == "Muon":
         # The matrices' owners step on their devices: offloading is refused.
         found = [(2, over(context=2)) if section is OFFLOADED else (stage, section) for stage, section in found]

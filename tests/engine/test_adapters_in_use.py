@@ -8,7 +8,18 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from adapted_models import ATTENTION, MLP, adapted, error, logits_of, loss_of, mine, split, tokens
+from adapted_models import (
+    ATTENTION,
+    MLP,
+    adapted,
+    assert_same_gradients,
+    error,
+    logits_of,
+    loss_of,
+    mine,
+    split,
+    tokens,
+)
 from loading_models import tensor_holders
 from ranks import run_on_ranks
 from tiny_models import tiny
@@ -123,6 +134,22 @@ def test_adapters_are_saved_for_the_plain_model(tmp_path):
     run_on_ranks(2, saved_body, tmp_path)
 
 
+def trained_tokens_body():
+    settings = {"trainable_token_indices": [1, int(tokens()[1, 2])]}
+    reference = adapted("llama", ATTENTION, **settings)
+    loss_of(reference).backward()
+    for sequence_parallel in (False, True):
+        model = split(adapted("llama", ATTENTION, **settings), sequence_parallel)
+        assert error(logits_of(model), logits_of(reference)) < 1e-12
+        loss_of(model.train()).backward()
+        assert_same_gradients(model, reference)
+    assert any("trainable_tokens" in name and each.grad is not None for name, each in model.named_parameters())
+
+
+def test_tokens_that_are_trained_beside_adapters():
+    run_on_ranks(2, trained_tokens_body)
+
+
 VARIANT = {"alora_invocation_tokens": [3, 4], "task_type": "CAUSAL_LM"}
 
 
@@ -140,7 +167,6 @@ def refused_body():
     ("config", "said"),
     [
         (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "only the two factors of LoRA"),
-        (peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "trainable_tokens_delta"),
         (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "only the two factors of LoRA"),
     ],
 )

@@ -21,6 +21,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,11 @@ WRAPPERS = re.compile(
 NORMS = re.compile("(RMSNorm|LayerNorm)$|^LayerNorm")
 SUBLAYERS = re.compile("Attention$|MLP$|Mlp$|FeedForward$|FFN$|M[oO][eE]$|M[oO][eE]Block$|SparseMoeBlock$")
 """Ends of the class names of norms, and of attention, MLPs and mixtures of experts."""
-OUTPUT, GRADIENT_OF_OUTPUT, WEIGHT, GRADIENT, STATE = (
-    "output",
-    "output gradient",
-    "weight",
-    "gradient",
-    "optimizer state",
-)
+OUTPUT = "output"
+GRADIENT_OF_OUTPUT = "output gradient"
+WEIGHT = "weight"
+GRADIENT = "gradient"
+STATE = "optimizer state"
 Record = dict[str, Any]
 Indices = Callable[[int, int], torch.Tensor]
 MIXERS = (-7046029254386353131, -4417276706812531889)
@@ -77,7 +76,8 @@ def statistics(x_RN: torch.Tensor, keep_RN: torch.Tensor | None = None) -> torch
         return torch.tensor([0, 0, torch.inf, -torch.inf], dtype=wide, device=x_RN.device)[:, None].expand(4, len(x_RN))
     least = largest = x_RN
     if keep_RN is not None:
-        least, largest = x_RN.masked_fill(~keep_RN, torch.inf), x_RN.masked_fill(~keep_RN, -torch.inf)
+        least = x_RN.masked_fill(~keep_RN, torch.inf)
+        largest = x_RN.masked_fill(~keep_RN, -torch.inf)
         x_RN = x_RN.masked_fill(~keep_RN, 0)
     squares = torch.linalg.vector_norm(x_RN, dim=1, dtype=wide).square()
     return torch.stack([x_RN.sum(1, dtype=wide), squares, least.amin(1).to(wide), largest.amax(1).to(wide)])
@@ -123,7 +123,8 @@ class BatchTokens:
         is_text = ids.dim() == 2 and not ids.is_floating_point()
         ids = ids.detach().cpu()
         if embeds is not None and ids.dim() == 3 and not is_text:
-            is_text, ids = True, mixed(bits_of(ids), torch.arange(ids.shape[2]).expand_as(ids)).sum(2)
+            is_text = True
+            ids = mixed(bits_of(ids), torch.arange(ids.shape[2]).expand_as(ids)).sum(2)
         self.rows, self.shard, self.numbers_Bs = len(ids), shard, None
         number_BS = torch.arange(ids[:1].numel()).expand(self.rows, -1)
         if is_text:
@@ -170,7 +171,8 @@ class DumpFile:
 
     def __init__(self, folder: str | Path, header: Record) -> None:
         """Raises DumpError where ``folder`` cannot be written, or has the dump of another run."""
-        self.folder, self.header = Path(folder), {"ds_npu dump": VERSION, **header}
+        self.folder = Path(folder)
+        self.header = {"ds_npu dump": VERSION, **header}
         self.path = self.folder / f"rank-{self.header['rank']:05d}.jsonl"
         self.with_tensors = self.header["what"] == "tensors"
         self.lines: list[Record] = []
@@ -206,7 +208,8 @@ class DumpFile:
         self.lines, self.numbers, self.tensors = [], [], {}
         for device in {numbers.device for _, numbers in held}:  # One copy to the host for each.
             own = [(record, numbers) for record, numbers in held if numbers.device == device]
-            flat, end = torch.cat([numbers.reshape(-1) for _, numbers in own]).cpu().tolist(), 0
+            flat = torch.cat([numbers.reshape(-1) for _, numbers in own]).cpu().tolist()
+            end = 0
             for record, numbers in own:
                 for name in ("sum", "squares", "min", "max"):
                     record[name] = flat[end : end + numbers.shape[1]]
@@ -266,11 +269,7 @@ class ForwardRecords:
             self.record(OUTPUT, name, x)
         if x.requires_grad and name in self.orders and name not in self.hooked:
             self.hooked.add(name)
-
-            def arrived(gradient: torch.Tensor) -> None:
-                self.record(GRADIENT_OF_OUTPUT, name, gradient)
-
-            x.register_hook(arrived)  # type: ignore[no-untyped-call]
+            x.register_hook(partial(self.record, GRADIENT_OF_OUTPUT, name))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def record(self, kind: str, name: str, x: torch.Tensor) -> None:
@@ -280,10 +279,10 @@ class ForwardRecords:
             self.unknown[name] = list(x.shape)
             return
         x, numbers = found
-        rows, padded = x.reshape(len(x), -1), numbers is not None and bool((numbers < 0).any())
+        rows = x.reshape(len(x), -1)
         keep, width = None, rows.shape[1]
         counts = [width] * len(x)
-        if numbers is not None and padded and numbers.numel():
+        if numbers is not None and bool((numbers < 0).any()):
             width //= numbers.shape[1]
             counts = ((numbers >= 0).sum(1) * width).tolist()
             keep = (numbers >= 0).to(x.device).repeat_interleave(width, 1)

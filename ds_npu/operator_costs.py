@@ -109,7 +109,8 @@ def grouped_outer_accumulate_cost(buffer_EMN: Sized, a_PM: Sized, b_PN: Sized, c
 
 def token_permute_cost(x_NH: Sized, ids_NK: Sized, rows: int) -> Cost:
     """x: [N, H]; ids: [N, K]; the results are [rows, H] and N * K positions of int32."""
-    out, positions = Shape((rows, x_NH.shape[1]), x_NH.itemsize), Shape(tuple(ids_NK.shape), INT32_BYTES)
+    out = Shape((rows, x_NH.shape[1]), x_NH.itemsize)
+    positions = Shape(tuple(ids_NK.shape), INT32_BYTES)
     return Cost(0, _bytes(x_NH, ids_NK), _bytes(out, positions))
 
 
@@ -133,7 +134,8 @@ def orthogonalisation_cost(x_BRC: Sized, written_itemsize: int, parts: Sequence[
     ``parts``: the steps on each Gram matrix, with ``gram`` and where a matrix is not square; all steps count elsewhere.
     """
     batch, short, long = x_BRC.shape[0], *sorted(x_BRC.shape[1:])
-    wide, square = 2.0 * batch * short * short * long, 2.0 * batch * short**3
+    wide = 2.0 * batch * short * short * long
+    square = 2.0 * batch * short**3
     if gram and short < long:
         # Of each part the Gram matrix and the last product; between two steps the next Gram matrix and the product.
         flop = sum(2 * wide + steps * square + (steps - 1) * 3 * square for steps in parts)

@@ -69,7 +69,8 @@ def reference(
     """
     if overflowed(overflow):
         return
-    (beta1, beta2), (correction1, correction2) = numbers.betas, numbers.corrections()
+    beta1, beta2 = numbers.betas
+    correction1, correction2 = numbers.corrections()
     shrink = 1 - numbers.lr * numbers.weight_decay if numbers.decoupled else 1.0
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
         dtype = accumulation_dtype(param.dtype)

@@ -69,7 +69,8 @@ class CodeLayout:
 
     def parts(self, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of ``code`` [size] uint8: counts [1, 256] int32, fixed and mantissa of ``dtype``."""
-        counts, numbers = code[:COUNTS].view(torch.int32), code[COUNTS : self.size].view(self.dtype)
+        counts = code[:COUNTS].view(torch.int32)
+        numbers = code[COUNTS : self.size].view(self.dtype)
         first = self.fixed // self.dtype.itemsize
         return counts.view(1, 256), numbers[:first], numbers[first:]
 
@@ -122,7 +123,8 @@ def why_wrong_codes(device: str) -> str | None:
         x[: len(x) // 2] &= 3
         try:
             on_device = x.to(device)
-            code, out = torch.empty(layout.size, dtype=torch.uint8, device=device), torch.empty_like(on_device)
+            code = torch.empty(layout.size, dtype=torch.uint8, device=device)
+            out = torch.empty_like(on_device)
             overflow = overflow_memory(layout.overflow, on_device.device)
             encode(on_device.view(dtype), layout, code, overflow)
             decode(out.view(dtype), layout, code, overflow)

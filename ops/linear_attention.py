@@ -123,7 +123,8 @@ def linear_attention(
 
 def chunks_of(tokens: Recurrence, segments_BS: torch.Tensor | None = None) -> Chunks:
     """The chunks of sequences, of the arguments of ``linear_attention``."""
-    length, dtype = tokens.q.shape[1], accumulation_dtype(tokens.q.dtype)
+    length = tokens.q.shape[1]
+    dtype = accumulation_dtype(tokens.q.dtype)
     size = min(CHUNK, 1 << (length - 1).bit_length())
     missing = -length % size
 
@@ -140,18 +141,23 @@ def chunks_of(tokens: Recurrence, segments_BS: torch.Tensor | None = None) -> Ch
         numbers = torch.cat([segments_BS, segments_BS[:, -1:].expand(-1, missing)], 1)
         numbers = torch.unflatten(numbers, 1, (-1, size))
         before = torch.cat([numbers[:, :1, 0], numbers[:, :-1, -1]], 1)
-        reaches_start, reaches_end = numbers == before[..., None], numbers == numbers[..., -1:]
+        reaches_start = numbers == before[..., None]
+        reaches_end = numbers == numbers[..., -1:]
         earlier = (earlier & (numbers[..., :, None] == numbers[..., None, :]))[:, :, None]
-        reaches_start, reaches_end = reaches_start[:, :, None], reaches_end[:, :, None]
+        reaches_start = reaches_start[:, :, None]
+        reaches_end = reaches_end[:, :, None]
     decays = (total[..., :, None] - total[..., None, :]).masked_fill(~earlier, -torch.inf).exp()
-    from_start, to_end = _exponential(total, reaches_start), _exponential(total[..., -1:] - total, reaches_end)
+    from_start = _exponential(total, reaches_start)
+    to_end = _exponential(total[..., -1:] - total, reaches_end)
     through = from_start[..., -1, None, None]
-    scores, keys = (q @ k.mT) * decays, k * to_end[..., None]
+    scores = (q @ k.mT) * decays
+    keys = k * to_end[..., None]
     if tokens.beta is None:
         return Chunks(StateMap(through, keys.mT @ v), q * from_start[..., None], scores, v, None, length)
     beta = chunked(tokens.beta)[..., None]
     inverse = inverted((beta * k) @ k.mT * decays)
-    values, corrections = inverse @ (beta * v), inverse @ (beta * from_start[..., None] * k)
+    values = inverse @ (beta * v)
+    corrections = inverse @ (beta * from_start[..., None] * k)
     identity = torch.eye(k.shape[-1], dtype=dtype, device=k.device)
     maps = StateMap(through * identity - keys.mT @ corrections, keys.mT @ values)
     return Chunks(maps, q * from_start[..., None], scores, values, corrections, length)
@@ -201,7 +207,8 @@ def _inverse_by_blocks(lower: torch.Tensor) -> torch.Tensor:
         pairs = torch.unflatten(torch.unflatten(lower, -2, (count, 2, width)), -1, (count, 2, width))
         # [..., count, width, width]: the block below the diagonal of each pair.
         below = pairs.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].movedim(-1, -3)
-        upper_left, lower_right = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+        upper_left = blocks[..., 0::2, :, :]
+        lower_right = blocks[..., 1::2, :, :]
         lower_left = -lower_right @ below @ upper_left
         top = torch.cat([upper_left, torch.zeros_like(upper_left)], -1)
         blocks = torch.cat([top, torch.cat([lower_left, lower_right], -1)], -2)

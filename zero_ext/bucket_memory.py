@@ -110,7 +110,8 @@ class BucketMemory:
 
     def take(self, key: Key) -> torch.Tensor:
         """A bucket, all of which is written, for its message; the current stream waits for what was written."""
-        bucket, (span, _, _) = self.bucket(key), self._in_spans[key]
+        bucket = self.bucket(key)
+        span, _, _ = self._in_spans[key]
         for stream in self._streams.get(span, ()):
             get_accelerator().current_stream().wait_stream(stream)
         self._unsent[span] -= 1

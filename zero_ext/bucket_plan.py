@@ -101,7 +101,8 @@ class BucketPlan:
         for bucket in self.buckets:
             begin = bucket.start + rank * bucket.shard
             for weight, (offset, numel) in enumerate(self.weights):
-                start, stop = max(offset, begin), min(offset + numel, begin + bucket.shard)
+                start = max(offset, begin)
+                stop = min(offset + numel, begin + bucket.shard)
                 if start < stop:
                     yield Run(weight, start - offset, bucket.owned + start - begin, stop - start)
 
@@ -129,7 +130,8 @@ def plan_of(weights: Sequence[tuple[int, int]], numel: int, ranks: int, limits: 
     A span is the fewest whole weights that fill a bucket, and has equal buckets, nearest to ``bucket_elements``; but
     each rank's parts are of whole elements, for which a span may end within a weight.
     """
-    elements, most = bucket_elements(limits, ranks), _whole_units(min(limits), ranks)
+    elements = bucket_elements(limits, ranks)
+    most = _whole_units(min(limits), ranks)
     ends = [offset + size for offset, size in weights]
     unit = ranks * math.gcd(elements // ranks, ALIGNMENT)
     buckets: list[Bucket] = []

@@ -187,7 +187,8 @@ class BucketedGradients:
 
     def _send(self, key: Key) -> None:
         group = self._groups[key[0]]
-        bucket, buffer = group.plan.buckets[key[1]], self._memory.take(key)
+        bucket = group.plan.buckets[key[1]]
+        buffer = self._memory.take(key)
         divisor = self._divisor()
         if not is_exact_behind_a_sum(divisor, buffer.dtype):
             buffer.div_(divisor)
@@ -218,7 +219,8 @@ class BucketedGradients:
     def _sum(self, index: int) -> torch.Tensor:
         """The sums of a group's partition since the last step; each bucket's first message writes it."""
         if index not in self._sums:
-            group, dtype = self._groups[index], self._optimizer.gradient_accumulation_dtype
+            group = self._groups[index]
+            dtype = self._optimizer.gradient_accumulation_dtype
             self._sums[index] = torch.empty(group.partition, dtype=dtype, device=group.device)
         return self._sums[index]
 

@@ -43,7 +43,8 @@ class BucketedState:
         self._optimizer.parallel_partitioned_bit16_groups = self._own_parts()
         for found in self._fragments():
             # Nobody reads by DeepSpeed's addresses what is in another order.
-            found.hp_fragment, found.optim_fragment = None, None
+            found.hp_fragment = None
+            found.optim_fragment = None
 
     def plain_parts(self) -> list[list[Any]]:
         """DeepSpeed's own list: views of the flat weights, by group and rank."""

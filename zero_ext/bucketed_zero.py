@@ -129,7 +129,8 @@ class BucketedZero:
 
     def own_slices(self, index: int) -> list[torch.Tensor]:
         """This rank's part of each bucket of a group, in the flat weights."""
-        group, flat = self._groups[index], self._optimizer.bit16_groups_flat[index]
+        group = self._groups[index]
+        flat = self._optimizer.bit16_groups_flat[index]
         shards = ((bucket.start + group.rank * bucket.shard, bucket.shard) for bucket in group.plan.buckets)
         return [flat[first : first + numel] for first, numel in shards] or [flat]
 
@@ -307,7 +308,8 @@ def _groups_of(optimizer: Any) -> Iterator[tuple[int, BucketedGroup]]:
         weights = optimizer.round_robin_bit16_groups[index]
         starts = [(each.data_ptr() - flat.data_ptr()) // flat.element_size() for each in weights]
         addresses = [(start, each.numel()) for start, each in zip(starts, weights, strict=True)]
-        size, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
+        size = dist.get_world_size(ranks)
+        rank = dist.get_rank(ranks)
         plan = plan_of(addresses, flat.numel(), size, bucket_limits(optimizer))
         yield index, BucketedGroup(weights, flat.device, plan, ranks, size, rank, tuple(plan.runs(rank)))
 

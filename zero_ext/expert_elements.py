@@ -35,7 +35,8 @@ PART, WHOLE_SIZE = TensorAttribute[Any]("ds_tensor"), TensorAttribute[int]("ds_n
 
 def why_not_moved(engine: Any) -> str | None:
     """Why experts of ``engine`` cannot be moved between ranks, in words; None where they can."""
-    zero, optimizer = engine._config.zero_config, engine.optimizer
+    zero = engine._config.zero_config
+    optimizer = engine.optimizer
     for key in ("offload_optimizer", "offload_param"):
         setting = dict(zero)[key]
         if setting is not None and setting.device != "none":
@@ -69,7 +70,8 @@ class ExpertElements:
     """
 
     def __init__(self, engine: Any, parameters: Sequence[nn.Parameter], topology: Topology) -> None:
-        self._optimizer, self._topology = engine.optimizer, topology
+        self._optimizer = engine.optimizer
+        self._topology = topology
         self._groups: dict[int, int] = {}
         if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
             for index, group in enumerate(engine.optimizer.bit16_groups):
@@ -82,7 +84,8 @@ class ExpertElements:
 
     def of(self, parameter: nn.Parameter) -> Iterator[HeldElements]:
         """The weight, then the float32 copy and the state; tensors of as many kinds, in one order, on every rank."""
-        whole, part = self._of_ranks(parameter, as_whole=True), self._of_ranks(parameter, as_whole=False)
+        whole = self._of_ranks(parameter, as_whole=True)
+        part = self._of_ranks(parameter, as_whole=False)
         shard = PART.get(parameter)
         if shard is None:
             yield HeldElements(parameter.data.view(-1), whole)
@@ -101,7 +104,9 @@ class ExpertElements:
 
     def _own_spans(self, parameter: Any) -> tuple[HeldRange, ...]:
         """The elements of the rank's experts, flat, that this rank along edp has a part of."""
-        total, shard, runs = _elements(parameter), PART.get(parameter), RUNS.get(parameter)
+        total = _elements(parameter)
+        shard = PART.get(parameter)
+        runs = RUNS.get(parameter)
         if shard is not None:
             size = shard.ds_numel
             start = min(size * self._topology.rank("edp"), total)
@@ -118,7 +123,8 @@ class ExpertElements:
 
     def _of_ranks(self, parameter: nn.Parameter, as_whole: bool) -> list[Elements | None]:
         """The elements of each rank of the expert view; None for ranks with other columns, or with other copies."""
-        topology, found = self._topology, list[Elements | None]()
+        topology = self._topology
+        found = list[Elements | None]()
         total = _elements(parameter)
         for copy in range(topology.size("edp")):
             spans = (HeldRange(0, total),) if as_whole else self._spans[id(parameter)][copy]

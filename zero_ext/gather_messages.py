@@ -120,7 +120,8 @@ def _by_ranks(weights: Weights) -> Iterator[Weights]:
 
 def _send(weights: Weights, memory: MessageMemory) -> SentPart:
     group: Any = weights[0].ds_process_group
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     elements = sum(weight.ds_tensor.ds_numel for weight in weights)
     received = memory.of((weights[0].ds_tensor.dtype, id(group)), ranks, elements)
     torch.cat([weight.ds_tensor.to(received.device).view(-1) for weight in weights], out=received[rank])

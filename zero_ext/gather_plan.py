@@ -113,7 +113,8 @@ def plan_gathers(
 
 def _carried(uses: Sequence[Use], fetched: Sequence[int], reuse: int) -> Iterator[int]:
     """Weights of which less than ``reuse`` elements are fetched between their last use and their first in the next."""
-    firsts, ends = {use.weight: use.first for use in reversed(uses)}, {use.weight: use.last for use in uses}
+    firsts = {use.weight: use.first for use in reversed(uses)}
+    ends = {use.weight: use.last for use in uses}
     for weight, first in firsts.items():
         if fetched[-1] - fetched[ends[weight] + 1] + fetched[first] < reuse:
             yield weight
@@ -157,7 +158,8 @@ def _messages(
     firsts = [-1] * AHEAD + [draft[0].first for draft in drafts]
     before = -1
     for draft, earliest in zip(drafts, firsts, strict=False):
-        needed, weights = draft[0].first, tuple(use.weight for use in draft)
+        needed = draft[0].first
+        weights = tuple(use.weight for use in draft)
         size = sum(sizes[weight] for weight in weights)
         for use in draft:
             # It arrives with those that are used before it.

@@ -48,7 +48,8 @@ def install_gradient_buffers(engine: TrainingEngine) -> list[str]:
     weights = {name: weight for name, weight in direct_weights(engine.module) if weight.requires_grad}
     if not weights:
         return [f"{KEY} has no effect: {type(engine.module).__name__} has no linear layer that is trained"]
-    buffer_of, bucketed = accumulator(engine.optimizer), _bucketed(engine.optimizer)
+    buffer_of = accumulator(engine.optimizer)
+    bucketed = _bucketed(engine.optimizer)
     ordinary = {}
     for name, weight in weights.items():
         if weight._backward_hooks:

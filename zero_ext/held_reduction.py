@@ -50,7 +50,8 @@ class HeldReduction:
     def __init__(self, engine: Any, queue_weight_gradients: bool = False) -> None:
         if reason := _why_not(engine):
             raise ValueError(f"the gradients of {type(engine).__name__} cannot be held back or queued: {reason}")
-        self._engine, self._queues = engine, queue_weight_gradients
+        self._engine = engine
+        self._queues = queue_weight_gradients
         self._queue = GradientQueue()
         self.is_held = False
         self._was_coalesced = self._was_inside_no_sync = False

@@ -179,7 +179,8 @@ def why_not_whole(weight: nn.Parameter, topology: Topology) -> str | None:
 def _held_weight(
     weight: nn.Parameter, run: FlatRun, position: tuple[int, int], topology: Topology, is_partitioned: bool
 ) -> WeightHolding:
-    placement, ranks = placement_of(weight), topology.coordinates
+    placement = placement_of(weight)
+    ranks = topology.coordinates
     return WeightHolding(
         placement.name,
         placement.shape,

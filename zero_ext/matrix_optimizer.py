@@ -61,7 +61,8 @@ def iteration_dtype(method: Method, weights: torch.dtype) -> torch.dtype:
     """The dtype in which matrices of ``weights``' dtype are iterated."""
     if weights == torch.float64:
         return weights
-    dtype, accelerator = ITERATION_DTYPES[method], get_accelerator()
+    dtype = ITERATION_DTYPES[method]
+    accelerator = get_accelerator()
     supported = {torch.float16: accelerator.is_fp16_supported, torch.bfloat16: accelerator.is_bf16_supported}
     return dtype if dtype not in supported or supported[dtype]() else torch.float32
 
@@ -76,7 +77,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """``inner``: the MuonWithAuxAdam."""
         super().__init__(inner.param_groups, {})
         self.inner, self.settings = inner, settings
-        self.param_groups, self.state = inner.param_groups, inner.state
+        self.param_groups = inner.param_groups
+        self.state = inner.state
         for group in self.param_groups:
             group[BY_ELEMENT] = True
         self._portions: dict[int, MatrixPortion] | None = None
@@ -89,7 +91,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of DeepSpeed's Muon at the same layout."""
         super().load_state_dict(state_dict)
-        self.inner.param_groups, self.inner.state = self.param_groups, self.state
+        self.inner.param_groups = self.param_groups
+        self.inner.state = self.state
         other = self.inner.aux_optimizer
         for group in self.param_groups:
             if not group[MUON]:
@@ -100,8 +103,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             group[BY_ELEMENT] = True
 
     def _reorder_momenta(self, tensors: Sequence[torch.Tensor]) -> None:
-        runs, state = self._portion(tensors).runs, self.state[tensors[0]]
-        found, momentum, begin = state.get(MOMENTUM), torch.zeros_like(tensors[0]), 0
+        runs = self._portion(tensors).runs
+        state = self.state[tensors[0]]
+        found = state.get(MOMENTUM)
+        momentum = torch.zeros_like(tensors[0])
+        begin = 0
         if found is None or (runs is None and found.shape == momentum.shape):
             return
         if runs is None or found.numel() != sum(run.shard for run in runs):
@@ -132,7 +138,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         others = [group for group in self.param_groups if not group[MUON]]
         if others:
             # A schedule of the client's own may know the inner one, with all groups.
-            groups, self.inner.param_groups = self.inner.param_groups, others
+            groups = self.inner.param_groups
+            self.inner.param_groups = others
             self.inner.state = self.state
             try:
                 self.inner.step()

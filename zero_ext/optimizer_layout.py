@@ -78,10 +78,12 @@ def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> Opti
 def _sharded(optimizer: Any) -> OptimizerLayout | None:
     """The layout of an optimizer that is sharded over data ranks, each with a file of its own."""
     # Not of their subclasses (ZenFlow, SuperOffload), which hold more.
-    kind, keys = type(optimizer), ((ZERO, MASTERS), (ZERO, "base_optimizer_state"))
+    kind = type(optimizer)
+    keys = ((ZERO, MASTERS), (ZERO, "base_optimizer_state"))
     # With weights on the host or a disk other attributes hold them.
     if kind is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_param:
-        keys, runs = ((ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict")), _of_stage_3(optimizer)
+        keys = ((ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict"))
+        runs = _of_stage_3(optimizer)
     elif kind is BF16_Optimizer:
         runs = _of_fragments(optimizer.bf16_groups)
     elif kind is DeepSpeedZeroOptimizer and not optimizer.elastic_checkpoint:
@@ -111,7 +113,8 @@ def _of_fragments(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, FlatRu
         for weight in group:
             mapping = weight._hp_mapping
             if mapping is not None:
-                held, first = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+                held = mapping.hp_fragment_address
+                first = mapping.lp_fragment_address.start
                 yield id(weight), FlatRun(index, held.start, first, held.numel, index, (index,))
 
 
@@ -124,7 +127,8 @@ def _of_partitions(optimizer: Any) -> Iterator[tuple[int, FlatRun]]:
         told = getattr(optimizer, "round_robin_bit16_offsets", None)
         offsets = told[index] if told else [0, *itertools.accumulate(each.numel() for each in weights[:-1])]
         for weight, offset in zip(weights, offsets, strict=True):
-            start, stop = max(offset, begin), min(offset + weight.numel(), begin + size)
+            start = max(offset, begin)
+            stop = min(offset + weight.numel(), begin + size)
             if start < stop:
                 yield id(weight), FlatRun(index, start - begin, start - offset, stop - start, index, (index,))
 

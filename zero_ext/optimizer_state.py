@@ -80,7 +80,8 @@ def masters_of(optimizer: Any) -> list[tuple[torch.Tensor, Pieces]]:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return _pairs(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat)
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        masters, bucketed = optimizer.single_partition_of_fp32_groups, BUCKETED.get(optimizer)
+        masters = optimizer.single_partition_of_fp32_groups
+        bucketed = BUCKETED.get(optimizer)
         if bucketed is not None:
             return [(master, bucketed.own_slices(index)) for index, master in enumerate(masters)]
         return _pairs(masters, _own(optimizer, optimizer.parallel_partitioned_bit16_groups))
@@ -300,7 +301,8 @@ def keep_pieces_of_stage_3(optimizer: Any, shards: Sequence[StateShard]) -> None
     """Keep ZeRO 3 from making one float32 tensor of a shard's gradient."""
 
     def _prepare_fp32_grad_for_sub_group(group: int) -> None:
-        pieces, shard = optimizer.averaged_gradients[group], shards[group]
+        pieces = optimizer.averaged_gradients[group]
+        shard = shards[group]
         if not get_accelerator().is_synchronized_device():
             for each in pieces:
                 each.record_stream(get_accelerator().current_stream())

@@ -37,7 +37,8 @@ class Transfer(NamedTuple):
 
     def within(self, low: int, high: int) -> Transfer:
         """The part that the receiver has at ``low`` to ``high``."""
-        begin, end = max(self.first, low), min(self.first + self.numel, high)
+        begin = max(self.first, low)
+        end = min(self.first + self.numel, high)
         return self._replace(start=self.start + begin - self.first, first=begin, numel=max(end - begin, 0))
 
 
@@ -78,7 +79,8 @@ def _exchange(
     x: torch.Tensor, out: torch.Tensor, transfers: Sequence[Transfer], group: dist.ProcessGroup, waits: bool
 ) -> torch.Tensor:
     device = get_accelerator().current_device_name()
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
     others = []
     for each in transfers:
         if each.sender == each.receiver == rank:

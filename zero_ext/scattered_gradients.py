@@ -77,7 +77,9 @@ class ScatteredGradients:
 
         ``elements``: of the gradients of a message, but for a larger gradient.
         """
-        self._optimizer, self._divisor, self._elements = optimizer, data_ranks, elements
+        self._optimizer = optimizer
+        self._divisor = data_ranks
+        self._elements = elements
         self._stream: Any = optimizer.reduce_and_partition_stream
         weights = [each for group in optimizer.fp16_groups for each in group if each.requires_grad]
         found = ((id(weight), _scattered(optimizer, weight, data_ranks)) for weight in weights)
@@ -95,7 +97,8 @@ class ScatteredGradients:
         """Send from now on, if there is a gradient to be sent; memory of DeepSpeed's buckets is freed as far."""
         if not self._weights:
             return
-        optimizer, level = self._optimizer, MethodLevel.SCATTERED
+        optimizer = self._optimizer
+        level = MethodLevel.SCATTERED
         wrap_method(optimizer, "reduce_independent_p_g_buckets_and_remove_grads", self._reduce, level)
         wrap_method(optimizer, "clear_backward_seen_flag", self._begin_forward, level)
         wrap_method(optimizer, "independent_gradient_partition_epilogue", self._end_backward, level)
@@ -122,7 +125,9 @@ class ScatteredGradients:
         end()
 
     def _reduce(self, reduce: Reduce, weight: nn.Parameter) -> None:
-        gradient, scattered, number = weight.grad, self._weights.get(id(weight)), id(weight)
+        gradient = weight.grad
+        scattered = self._weights.get(id(weight))
+        number = id(weight)
         if not getattr(weight, "ds_grad_is_ready", True):
             reduce(weight)
             return
@@ -152,14 +157,18 @@ class ScatteredGradients:
     @torch.no_grad()
     def _send(self, waiting: _Waiting) -> None:
         size = dist.get_world_size(waiting.ranks)
-        gradients, partitions = waiting.gradients, waiting.partitions
-        waiting.gradients, waiting.partitions, waiting.elements = [], [], 0
+        gradients = waiting.gradients
+        partitions = waiting.partitions
+        waiting.gradients = []
+        waiting.partitions = []
+        waiting.elements = 0
         if self._stream is not None:
             self._stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(self._stream):
             parts = [each.view(size, -1) for each in gradients]
             whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-            is_first, partition = self._optimizer.micro_step_id == 0, partitions[0]
+            is_first = self._optimizer.micro_step_id == 0
+            partition = partitions[0]
             is_direct = is_first and len(parts) == 1 and partition.dtype == whole.dtype
             out = partition if is_direct else torch.empty_like(whole[0])
             read = gradients if len(parts) == 1 else []
@@ -219,7 +228,8 @@ def scatter_gradients(engine: Any, optimizer: Any, topology: Topology) -> Callab
 
 def _scattered(optimizer: Any, weight: Any, divisor: float) -> _ScatteredWeight | None:
     """None where the ranks do not divide the gradient of ``weight`` evenly, or its sums not exactly."""
-    ranks, dtype = optimizer._get_param_partition_group(weight), optimizer.get_param_comm_dtype(weight)
+    ranks = optimizer._get_param_partition_group(weight)
+    dtype = optimizer.get_param_comm_dtype(weight)
     size = dist.get_world_size(ranks)
     is_even = size > 1 and weight.ds_numel % size == 0
     return (

@@ -37,7 +37,9 @@ def average_over_data_ranks(optimizer: Any, topology: Topology) -> None:
     ``reduce_scatter_coalesced``), and its all-reduce twin divides by that size / cp (DeepSpeed 0.19.8
     runtime/zero/stage3.py:1912, :1862; upstream issues 5555, 6841).
     """
-    dp, cp, has_experts = topology.size("dp"), topology.size("cp"), topology.size("ep", "etp") > 1
+    dp = topology.size("dp")
+    cp = topology.size("cp")
+    has_experts = topology.size("ep", "etp") > 1
     wrong = {REDUCE_SCATTER: cp > 1 or has_experts, ALL_REDUCE: has_experts}
     if not any(wrong.values()):
         return
@@ -68,7 +70,8 @@ def add_up_experts(optimizer: Any, topology: Topology) -> None:
     ranks and the tensor ranks (0.19.8 runtime/zero/stage3.py, get_grad_norm_direct and
     complete_grad_norm_calculation_for_cpu_offload); the ranks that hold other experts are the whole expert view.
     """
-    experts, tensor_ranks = topology.group("ep", "etp"), optimizer.model_parallel_group
+    experts = topology.group("ep", "etp")
+    tensor_ranks = optimizer.model_parallel_group
 
     @contextmanager
     def model_ranks_of(params: Parameters) -> Iterator[None]:

@@ -53,7 +53,8 @@ class _StatesOnDisk:
         """Its state dict, with tensors that are read from the disk when they are used."""
         found = plain()
         inner = found[OPTIMIZER_STATE_DICT]
-        masters, states = [*found[FP32_FLAT_GROUPS]], dict(inner["state"])
+        masters = [*found[FP32_FLAT_GROUPS]]
+        states = dict(inner["state"])
         for index, numel in swapped_masters(self.optimizer).items():
             held = self.swapper._get_param_swap_info(masters[index]).tensors
             dtype = masters[index].dtype

@@ -129,7 +129,9 @@ class WeightGathers:
         self.settle()
         if self._record.modules and not self._follows:
             self._make_plan()
-        self._follows, self._is_in_forward, self._position = self._plan is not None, True, 0
+        self._follows = self._plan is not None
+        self._is_in_forward = True
+        self._position = 0
         self._record = MicroBatchRecord()
         self._send_behind(-1)
 
@@ -325,7 +327,8 @@ GATHERS = Mark[WeightGathers]("weight_gathers")
 
 def install_gathers(engine: Any, optimizer: Any) -> str | None:
     """Gather the weights of ``optimizer``, ZeRO 3's, by a plan; or return why DeepSpeed's own code does it."""
-    offload, config = optimizer.parameter_offload, engine._config._param_dict
+    offload = optimizer.parameter_offload
+    config = engine._config._param_dict
     reason = why_not_planned(config) or _why_not(optimizer)
     if reason is not None:
         return reason

@@ -138,7 +138,8 @@ def _all_to_all(peers: Peers, count: Callable[[int, int], int]) -> Exchange:
 
 def _batched(peers: Peers) -> Exchange:
     """Send around the ring of all ranks in one batch, as ring attention does."""
-    mine, previous = peers.mine(), (peers.rank - 1) % peers.size
+    mine = peers.mine()
+    previous = (peers.rank - 1) % peers.size
 
     def call() -> torch.Tensor:
         found = torch.empty_like(mine)
@@ -185,7 +186,8 @@ def _two_in_flight(peers: Peers) -> Exchange:
     mine = peers.mine()
 
     def call() -> torch.Tensor:
-        gathered, summed = all_gather(mine, 0, peers.group), all_reduce(mine.clone(), peers.group)
+        gathered = all_gather(mine, 0, peers.group)
+        summed = all_reduce(mine.clone(), peers.group)
         doubled = mine + mine
         return torch.cat([summed.wait(), gathered.wait(), doubled - mine])
 

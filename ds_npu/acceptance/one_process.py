@@ -130,7 +130,8 @@ def trained(recipe: TrainingRecipe, compute: torch.dtype) -> Curve:
     """Train one process in ``compute``; weights and moments in float32, or in float64 where that is ``compute``."""
     whole = model_of(recipe).to(torch.promote_types(compute, torch.float32))
     model = copy.deepcopy(whole).to(compute)
-    masters, weights = list(whole.parameters()), list(model.parameters())
+    masters = list(whole.parameters())
+    weights = list(model.parameters())
     rate = LEARNING_RATES[recipe.optimizer]
     optimizer: torch.optim.Optimizer = torch.optim.SGD(masters, lr=rate)
     if recipe.optimizer == "AdamW":

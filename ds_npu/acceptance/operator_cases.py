@@ -188,7 +188,8 @@ def attention_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options:
 
 
 def _attention_call(title: str, sizes: AttentionSizes, options: Options, with_lse: bool = False) -> Call:
-    (heads, key_heads), (width, value_width) = sizes.heads, sizes.widths
+    heads, key_heads = sizes.heads
+    width, value_width = sizes.widths
     of_widths = f"{width}" if width == value_width else f"{width} and {value_width}"
     name = f"attention {options.layout} {title}, {sizes.batch} x {sizes.rows} rows, {sizes.keys} keys, "
     name += f"{heads} heads on {key_heads} of {of_widths}"

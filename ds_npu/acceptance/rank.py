@@ -98,7 +98,8 @@ def run_cases(
 
     A case that raises ends the process: its remains on the device would spoil the next one.
     """
-    job, rank = Assignment.parsed(sys.argv[1]), int(os.environ["RANK"])
+    job = Assignment.parsed(sys.argv[1])
+    rank = int(os.environ["RANK"])
     # SIGUSR1 writes the stack of every thread into the log.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

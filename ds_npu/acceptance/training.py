@@ -82,7 +82,8 @@ def ds_config(case: TrainingCase) -> dict[str, object]:
 
 def _decoder_curve(case: TrainingCase) -> Curve:
     engine = _engine(one_process.model_of(case.recipe).to(one_process.dtype_of(case.recipe)), ds_config(case))
-    sharing, data_rank = data_ranks(case), dist.get_rank(group=engine.data_parallel_group)
+    sharing = data_ranks(case)
+    data_rank = dist.get_rank(group=engine.data_parallel_group)
     losses, norms = [], []
     for step in range(case.recipe.steps):
         mine = one_process.batch(case.recipe.sizes, step).chunk(sharing)[data_rank].to(engine.device)
@@ -106,7 +107,8 @@ def _pipeline_curve(case: TrainingCase) -> Curve:
         list(layers.children()), num_stages=2, loss_fn=one_process.token_loss, partition_method="uniform"
     )
     engine = _engine(module.to(one_process.dtype_of(case.recipe)), ds_config(case))
-    sharing, data_rank = data_ranks(case), engine.grid.get_data_parallel_rank()
+    sharing = data_ranks(case)
+    data_rank = engine.grid.get_data_parallel_rank()
     losses, norms = [], []
     for step in range(case.recipe.steps):
         mine = one_process.batch(case.recipe.sizes, step).chunk(sharing)[data_rank]

@@ -99,7 +99,9 @@ class World:
         It waits until every rank has reported, until GRACE_S after one has raised or ended, or for ``limit_s``.
         """
         found: dict[int, Report] = {}
-        limit, broken, gone = time.monotonic() + limit_s, False, ""
+        limit = time.monotonic() + limit_s
+        broken = False
+        gone = ""
         while len(found) < self.job.ranks and time.monotonic() <= limit:
             ended = {rank: process.poll() for rank, process in enumerate(self.processes)}
             for rank in range(self.job.ranks):
@@ -108,7 +110,8 @@ class World:
             missing = {rank: code for rank, code in ended.items() if code is not None and rank not in found}
             gone = "; ".join(f"rank {rank} {_ending(code)}" for rank, code in missing.items())
             if not broken and (gone or any(report.raised for report in found.values())):
-                broken, limit = True, min(limit, time.monotonic() + GRACE_S)
+                broken = True
+                limit = min(limit, time.monotonic() + GRACE_S)
             time.sleep(0 if len(found) == self.job.ranks else POLL_S)
         raised = [f"rank {rank}: {found[rank].raised}" for rank in sorted(found) if found[rank].raised]
         # A rank that ended without a report is the cause of the others' errors.

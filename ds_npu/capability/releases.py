@@ -187,7 +187,8 @@ class Releases:
     def hold(self, version: str) -> bool:
         """Whether ``version`` is supported; one that cannot be read is not."""
         try:
-            found, newest = Version(version), Version(self.newest)
+            found = Version(version)
+            newest = Version(self.newest)
         except InvalidVersion:
             return False
         return Version(self.oldest) <= found and found.release[:2] <= newest.release[:2]

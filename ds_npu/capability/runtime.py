@@ -227,7 +227,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _import_failure(error: BaseException) -> Unavailable:
-    torch, wanted = installed_version("torch"), _wanted_torch()
+    torch = installed_version("torch")
+    wanted = _wanted_torch()
     if torch and wanted and not wanted.specifier.contains(Version(torch).public, prereleases=True):
         return Unavailable(
             f"torch_npu {installed_version('torch_npu')} was built for {wanted} and found torch {torch}",

@@ -275,7 +275,8 @@ def _ends_of_largest(positions: Mapping[int, int]) -> Iterator[int]:
 
 
 def _data_position(info: zipfile.ZipInfo) -> int:
-    large, at = info.file_size >= ZIP64, info.header_offset >= ZIP64
+    large = info.file_size >= ZIP64
+    at = info.header_offset >= ZIP64
     start = info.header_offset + HEADER + len(info.filename.encode()) + 4 + 4 * (large or at) + 8 * large + 8 * at
     return -(-start // ALIGNMENT) * ALIGNMENT
 

@@ -103,7 +103,8 @@ class DigestedWriter(io.RawIOBase):
 
     def _begin(self, *views: memoryview) -> None:
         """Write and hash the small pieces and ``views`` behind them, on the threads."""
-        pieces, self._small = [memoryview(self._small), *views], bytearray()
+        pieces = [memoryview(self._small), *views]
+        self._small = bytearray()
         for thread, action in zip(self._threads, (self._write_all, self._hash), strict=True):
             try:
                 self._begun.append(thread.submit(action, pieces))
@@ -120,7 +121,8 @@ class DigestedWriter(io.RawIOBase):
             for view in pieces:
                 while len(view) and self._failure is None:
                     count = os.write(self._descriptor, view[:CHUNK_BYTES])
-                    view, self._written = view[count:], self._written + count
+                    view = view[count:]
+                    self._written = self._written + count
                     self._send_to_disk()
         except OSError as error:
             self._failure = error

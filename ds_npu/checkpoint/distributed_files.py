@@ -143,7 +143,8 @@ class DistributedFiles:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor ``name``, put together from its chunks."""
-        known, shape = self._tensors[name], self.shapes[name]
+        known = self._tensors[name]
+        shape = self.shapes[name]
         whole = torch.empty(shape, dtype=known.properties.dtype)
         boxes = [(tuple(map(int, each.offsets)), tuple(map(int, each.sizes))) for each in known.chunks]
         self._check(name, boxes)

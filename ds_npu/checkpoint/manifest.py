@@ -267,7 +267,8 @@ def _part(found: dict[str, Any], name: str, groups: int) -> WrittenPart:
     shape = tuple(_number(size, f"shape of {name}", MOST_ELEMENTS) for size in sizes)
     if math.prod(shape) > MOST_ELEMENTS:
         raise _WrongJsonError(f"shape of {name}: expected at most {MOST_ELEMENTS} elements, found {list(shape)}")
-    group, dtype = _of(found, "group", name), found.get("dtype")
+    group = _of(found, "group", name)
+    dtype = found.get("dtype")
     coordinates: dict[Any, int] = _typed(dict, _of(found, "place", name), f"place of {name}")
     part = WrittenPart(
         shape,

@@ -98,7 +98,8 @@ def megatron_weights(folder: Path, model: MegatronModel) -> Iterator[tuple[str, 
             "own tools for others"
         )
     for name in names:
-        tensor, in_layer = files.tensor(name), IN_LAYER.fullmatch(name)
+        tensor = files.tensor(name)
+        in_layer = IN_LAYER.fullmatch(name)
         if in_layer is None:
             target = OUTSIDE[name]
             yield target, tensor[: model.vocabulary] if target in VOCABULARY else tensor
@@ -134,7 +135,8 @@ def _of_layer(index: int, name: str, tensor: torch.Tensor, model: MegatronModel)
 
 def _queries_keys_values(tensor: torch.Tensor, model: MegatronModel) -> list[torch.Tensor]:
     """Rows of queries, keys and values of a weight [groups * (queries of a group + 2) * head, ...], or of a bias."""
-    queries, rest = model.heads // model.groups, tensor.shape[1:]
+    queries = model.heads // model.groups
+    rest = tensor.shape[1:]
     blocks = model.groups * (queries + 2)
     if tensor.shape[0] % blocks:
         raise CheckpointError(

@@ -130,7 +130,8 @@ class Holders:
         has_copy = not weight.sharded and self.stages == 1
         for rank in range(self.ranks_of_a_stage if weight.sharded else 1):
             coordinates = self.coordinates(rank)
-            source, shape = weight.stage * self.ranks_of_a_stage + rank, weight.shape_at(coordinates)
+            source = weight.stage * self.ranks_of_a_stage + rank
+            shape = weight.shape_at(coordinates)
             is_sent = source != 0 or (to.every_rank and not has_copy)
             if 0 in shape or not (receives or is_sent):
                 continue
@@ -189,7 +190,8 @@ class _HeldModel:
         for weight in self.weights:
             names.setdefault((weight.stage, weight.same_as), []).append(weight.name)
         for weight in self.weights:
-            same, holders = names[weight.stage, weight.same_as], self.holders.of(weight)
+            same = names[weight.stage, weight.same_as]
+            holders = self.holders.of(weight)
             if same[0] != weight.name:
                 continue
             is_here = holders is None or weight.stage == holders.stage
@@ -242,7 +244,8 @@ def _held_weights(tensors: Mapping[str, torch.Tensor], holders: ViewHolders) -> 
     names_by_id: dict[int, str] = {}
     found: list[HeldWeight] = []
     for name, tensor in tensors.items():
-        sharded, shape = shardings_of(tensor), list(unpartitioned_shape(tensor))
+        sharded = shardings_of(tensor)
+        shape = list(unpartitioned_shape(tensor))
         for sharding in sharded.values():
             shape[sharding.dim] = sharding.size
         same_as = names_by_id.setdefault(id(tensor), name)

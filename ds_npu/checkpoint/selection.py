@@ -129,9 +129,11 @@ def _copied(mine: Sequence[Held], theirs: Sequence[Held]) -> list[Copied]:
     found = []
     for own in mine:
         for each in theirs:
-            start, stop = max(own.start, each.start), min(own.stop, each.stop)
+            start = max(own.start, each.start)
+            stop = min(own.stop, each.stop)
             if start < stop:
-                source, target = each.position + start - each.start, own.position + start - own.start
+                source = each.position + start - each.start
+                target = own.position + start - own.start
                 found.append(Copied(source, target, stop - start))
     return found
 

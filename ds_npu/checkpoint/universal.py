@@ -88,7 +88,8 @@ class UniversalCheckpoint(WrittenCheckpoint):
     def _written_parts(self) -> Iterator[tuple[str, WrittenPart]]:
         groups = {name: index for index, names in enumerate(self._shapes) for name in names}
         for path in sorted((self.folder / ZERO).glob(f"*/{WEIGHT}.pt")):
-            name, file = path.parent.name, str(path.relative_to(self.folder))
+            name = path.parent.name
+            file = str(path.relative_to(self.folder))
             tensor = self._files.named(file).get(PARAM)
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{path} has no tensor {PARAM}. What to do: convert the checkpoint again")

@@ -166,7 +166,8 @@ class WrittenCheckpoint(CheckpointFolder):
     def _state(self, name: str, wanted: Selection | None) -> dict[str, Any]:
         runs = self._runs(name, lambda part: part.state, wanted)
         states = {run: self._files.state(run) for run in runs}
-        settings, keys = self.settings(name), {key for run in runs for key in (*run.keys, *states[run])}
+        settings = self.settings(name)
+        keys = {key for run in runs for key in (*run.keys, *states[run])}
         if settings.get(MUON) and not settings.get(BY_ELEMENT) and {PARTITIONED, MOMENTUM} <= keys:
             raise CheckpointError(
                 f"{self.folder}: the momentum of {name} was written by DeepSpeed's own Muon, which keeps more of it "
@@ -277,7 +278,8 @@ class WrittenCheckpoint(CheckpointFolder):
         if not here:
             raise CheckpointError(f"{self.folder}: no file has the part of {name}{where or ' at any rank'}")
         width = _width(here[0])
-        reached, end = block.rows.source * width, (block.rows.source + block.rows.length) * width
+        reached = block.rows.source * width
+        end = (block.rows.source + block.rows.length) * width
         runs = sorted(
             {run for part in here if (run := run_of(part)) is not None and run.numel}, key=lambda run: run.first
         )

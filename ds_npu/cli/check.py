@@ -106,7 +106,8 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
 
 
 def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
-    degrees, algorithm = checked.degrees, planned_algorithm(ds_config, checked, arguments)
+    degrees = checked.degrees
+    algorithm = planned_algorithm(ds_config, checked, arguments)
     hidden_mib, sizes = None, MessageSizes()
     if arguments.model is not None:
         sizes = MessageSizes.of(ds_config, degrees, message_settings_of(arguments.model))
@@ -118,7 +119,8 @@ def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Names
     yield from communicator_table(plan.communicators(algorithm, shown))
     if degrees.pp > 1:
         module = plan.communicators(None, in_stages=False)
-        count, mib = sum(each.count for each in module), sum(each.device_mib for each in module)
+        count = sum(each.count for each in module)
+        mib = sum(each.device_mib for each in module)
         yield f"  That is of a model that ds_npu cuts into stages. A deepspeed.PipelineModule has {count}: {mib:,} MiB."
         if degrees.pp > 2:
             tied = f"the two ranks with them have one more, {TIED}: {2 * plan.tied_mib():,} MiB."

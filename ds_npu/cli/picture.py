@@ -153,7 +153,8 @@ def _drawn(panel: _Panel, nodes: list[_Node | None], degrees: Degrees, corner: t
             yield text(x + LABEL, y + LINE // 2 + 5, "...", **HEADING)
         else:
             yield text(x, y + LINE // 2 + 4, f"node {node.number}", **PLAIN)
-            wide, high = min(ROW, len(node.ranks)) * CELL + 4, _rows(node) * LINE + 4
+            wide = min(ROW, len(node.ranks)) * CELL + 4
+            high = _rows(node) * LINE + 4
             yield rect(x + LABEL - 3, y - 3, wide, high, rx=5, fill="none", stroke="#888")
             for index, rank in enumerate(node.ranks):
                 row, column = divmod(index, ROW)

@@ -96,8 +96,10 @@ def muon_lines(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked,
     """Lines about the matrices of ``model``; none with other optimizers."""
     if not is_muon(ds_config):
         return
-    weights, coefficients = matrix_weights(model), checked.config.muon.coefficients
-    stage, partition = checked.zero_stage or 0, _partition_of(ds_config)
+    weights = matrix_weights(model)
+    coefficients = checked.config.muon.coefficients
+    stage = checked.zero_stage or 0
+    partition = _partition_of(ds_config)
     yield from ("", *matrix_lines(weights, checked.degrees, stage, coefficients, machine, partition))
 
 
@@ -125,7 +127,8 @@ def _memory_for_checkpoints(
     parameters: Sequence[tuple[int, Placement]], ds_config: Mapping[str, Any], checked: Checked
 ) -> Iterator[str]:
     """Lines about host memory that is kept for saves behind training and for copies; none without them."""
-    stage, section = checked.zero_stage or 0, checked.config.checkpoint
+    stage = checked.zero_stage or 0
+    section = checked.config.checkpoint
     saved = sum(
         count * saved_bytes_of_a_parameter(ds_config, stage, _copies(each, checked)) for count, each in parameters
     )
@@ -187,7 +190,8 @@ def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
     whole = held = 0
     for parameter in model.parameters():
         placement = placement_of(parameter)
-        whole, held = whole + math.prod(placement.shape), held + parameter.numel()
+        whole = whole + math.prod(placement.shape)
+        held = held + parameter.numel()
         row = (names.generic(placement.name), str(list(placement.shape)), *_along(placement, degrees))
         groups.setdefault(row, []).append(placement.name)
     rows = [("parameter", "whole shape", "held by this rank", "same values over", "gradient")]
@@ -240,7 +244,8 @@ def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[s
 
 def micro_batches_of(checked: Checked) -> tuple[int, str]:
     """The number of micro-batches of a batch, and what decides it."""
-    asked, samples = checked.config.pipeline.micro_batches, checked.batch.micro
+    asked = checked.config.pipeline.micro_batches
+    samples = checked.batch.micro
     if asked and samples and asked > samples:
         return samples, f"the samples of a batch, of which ds_npu.pipeline.micro_batches {asked:,} would need more"
     if asked:
@@ -281,7 +286,8 @@ def mean_idle(run: Timeline) -> float:
 
 def rank_table(planned: PlannedStages, schedule: Schedule) -> Iterator[str]:
     """A row for each pipeline rank; other ranks of the same stages hold as much."""
-    layout, own = planned.layout, timeline(schedule, Costs(stages=planned.loads))
+    layout = planned.layout
+    own = timeline(schedule, Costs(stages=planned.loads))
     rows: list[tuple[str, ...]] = [("rank", "stages", "layers", "parameters", "peak activations", "work", "waits")]
     heaviest = max(map(own.work, range(layout.ranks)))
     for rank in range(layout.ranks):

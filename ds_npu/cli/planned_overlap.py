@@ -65,7 +65,8 @@ def products(model: nn.Module, blank: OverlapCall) -> Iterator[LayerProduct]:
     names_of = {module: name for name, module in model.named_modules()}
     for module, name in names_of.items():
         if isinstance(module, RowLinear) and module.axis.sequence_parallel:
-            outer, shards = module.layout.matrix(module.weight).shape[1], module.layout.shards
+            outer = module.layout.matrix(module.weight).shape[1]
+            shards = module.layout.shards
             out = blank._replace(collective="reduce_scatter", products=((shards[1], outer),))
             yield LayerProduct(name, 0, "forward", out, shards)
             yield LayerProduct(name, 0, "backward", blank._replace(products=((outer, shards[1]),)), (outer, outer))

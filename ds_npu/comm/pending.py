@@ -56,7 +56,8 @@ class Pending(Generic[T]):
         if self._work is not None:
             self._work.wait()
             self._work = self._sent = None
-        self._value, self._finish = self._finish(self._value), identity
+        self._value = self._finish(self._value)
+        self._finish = identity
         return self._value
 
 

@@ -38,7 +38,8 @@ class ThreadGroup(dist.ProcessGroup):
         return self._write(out, mine, lambda given: torch.cat([each.flatten() for each in given]))
 
     def reduce_scatter_single(self, out: torch.Tensor, mine: torch.Tensor, options: Any = None) -> Any:
-        start, zero = self._rank * out.numel(), out.new_zeros(())
+        start = self._rank * out.numel()
+        zero = out.new_zeros(())
         return self._write(
             out, mine, lambda given: sum((each.flatten().narrow(0, start, out.numel()) for each in given), zero)
         )
@@ -64,7 +65,8 @@ def run_in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
 
     A new thread has torch's default settings: gradients on, no autocast, no default device.
     """
-    barrier, given = threading.Barrier(size), [torch.empty(0)] * size
+    barrier = threading.Barrier(size)
+    given = [torch.empty(0)] * size
     results: dict[int, T] = {}
     errors: list[Exception] = []
 

@@ -98,7 +98,8 @@ class StepComparison:
         positions = {key: self.weights[0][key].order for key in both}
         middle = self._middle(kind, both)
         for key in sorted(both, key=lambda each: (positions[each], each)):
-            a, b = self.weights[0][key], self.weights[1][key]
+            a = self.weights[0][key]
+            b = self.weights[1][key]
             name = f"{key[1]}{f', {key[2]}' if key[2] else ''}"
             ranks = [
                 self._copies(comparison, run, kind, name, each) for run, each in zip(self.runs, (a, b), strict=True)
@@ -152,7 +153,8 @@ class StepComparison:
             index = depth.get(key[1], 0)
             borders = self.before + (index + 1 if kind == OUTPUT else 2 * self.borders - index)
             explained = (self.rounding if self.is_first else self.rounding_of_steps).explains(borders)
-            a, b = self.outputs[0][key], self.outputs[1][key]
+            a = self.outputs[0][key]
+            b = self.outputs[1][key]
             for run, merged in zip(self.runs, (a, b), strict=True):
                 ranks, most = merged.differing()
                 if most > explained:
@@ -173,7 +175,8 @@ class StepComparison:
         return Row(self.step, key[0], key[1], worst, explained, detail)
 
     def _sample_error(self, a: SamplePieces, b: SamplePieces) -> float:
-        x, y = a.whole(self.runs[0], self.step), b.whole(self.runs[1], self.step)
+        x = a.whole(self.runs[0], self.step)
+        y = b.whole(self.runs[1], self.step)
         return least_error(a.numbers, b.numbers) if x is None or y is None else error_of(x, y)
 
     def differing_samples(self) -> tuple[int, int]:
@@ -183,7 +186,8 @@ class StepComparison:
             key = next((each for each in self.names if each[0] == OUTPUT), None)
             if key is None:
                 return 0, 0
-            a, b = self.outputs[mine][key].samples, self.outputs[other][key].samples
+            a = self.outputs[mine][key].samples
+            b = self.outputs[other][key].samples
             alike = [
                 sum(tokens_of(x) == tokens_of(y) for x, y in zip(own, b.get(sample, ()), strict=False))
                 for sample, own in a.items()

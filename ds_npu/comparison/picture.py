@@ -29,7 +29,8 @@ def error_svg(comparison: Comparison, names: tuple[str, str]) -> str:
     step = steps[0] if first is None else first.step
     rows = [row for row in comparison.rows if row.step == step]
     values = [max(each, LEAST) for row in rows for each in (row.error, row.explained) if math.isfinite(each)]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
+    low = math.floor(math.log10(min(values)))
+    high = math.ceil(math.log10(max(values)) + 1e-9)
     lines = [
         _text(LEFT, 24, f"Error by depth in step {step}: A {names[0]}, B {names[1]}", font_size=15, font_weight="bold"),
         _text(LEFT, 42, "points: error of B to A; line: the error that rounding explains"),
@@ -64,7 +65,8 @@ def _marks(rows: Sequence[Row], low: int, high: int, first: Row | None) -> Itera
     )
     yield element("polyline", points=points, fill="none", stroke="#e63946", stroke_width=1.5)
     for index, row in enumerate(rows):
-        x, y = LEFT + width * (index + 0.5), _height(row.error, low, high)
+        x = LEFT + width * (index + 0.5)
+        y = _height(row.error, low, high)
         tooltip = title(f"{row}: error {row.error:.1e}, rounding explains {row.explained:.1e}")
         yield element("circle", tooltip, cx=x, cy=y, r=3.5 if row.is_off else 2.5, fill=COLOURS[row.kind])
         if row == first:

@@ -55,7 +55,9 @@ class WeightElements:
         flat = torch.arange(self.first + start, self.first + stop)
         if not self.dims:
             return flat
-        found, stride, local = torch.zeros_like(flat), 1, self.local
+        found = torch.zeros_like(flat)
+        stride = 1
+        local = self.local
         for dim in reversed(range(len(self.shape))):
             at = flat % local[dim]
             flat = flat // local[dim]

@@ -89,7 +89,8 @@ def _other_engines(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
             autotp,
             "0 or 1 beside a ds_npu section (see ds_npu.parallel.tensor): AutoTP replaces its process groups",
         )
-    autoep, expert = value_at(ds_config, "expert_parallel.autoep_size"), config.parallel.expert
+    autoep = value_at(ds_config, "expert_parallel.autoep_size")
+    expert = config.parallel.expert
     if value_at(ds_config, "expert_parallel.enabled") and (autoep not in (None, 1) or expert > 1):
         yield Problem(
             "expert_parallel.autoep_size",

@@ -145,7 +145,8 @@ def value_of(ds_config: Config, path: str) -> Any:
 
 def zero_section(ds_config: Config) -> Read:
     """``zero_optimization`` as DeepSpeed reads it; also its old form, true or false."""
-    node, found = schema().sections["zero_optimization"], ds_config.get("zero_optimization", {})
+    node = schema().sections["zero_optimization"]
+    found = ds_config.get("zero_optimization", {})
     if isinstance(found, dict):
         found = {key: value for key, value in found.items() if key not in schema().removed_from_zero}
     if not isinstance(found, bool):

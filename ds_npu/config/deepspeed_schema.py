@@ -153,7 +153,8 @@ def _given_twice(node: Node, names: dict[str, str], given: Values, path: str) ->
 
 
 def _value(node: Node, name: str, raw: Any, path: str) -> tuple[Any, list[Problem]]:
-    each, validators = node["properties"][name], node["validators"]
+    each = node["properties"][name]
+    validators = node["validators"]
     model = next((option for option in each.get("anyOf", [each]) if "properties" in option), None)
     if model is not None:
         if raw is None and model is not each:

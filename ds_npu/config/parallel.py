@@ -32,7 +32,8 @@ def fit(section: ParallelSection, world_size: int | None) -> tuple[Degrees, list
     """The grid of ``world_size`` ranks and its mistakes; with mistakes, or without a size, the smallest that fits."""
     dense = {"tensor": section.tensor, "context": section.context, "pipeline": section.pipeline}
     expert = {"expert": section.expert, "expert_tensor": section.expert_tensor}
-    peers, experts = section.tensor * section.context, math.prod(expert.values())
+    peers = section.tensor * section.context
+    experts = math.prod(expert.values())
     smallest = _degrees(section, experts // math.gcd(experts, peers))
     if world_size is None:
         return smallest, []

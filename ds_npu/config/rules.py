@@ -120,7 +120,8 @@ def _dispatcher(config: DsNpuConfig) -> Iterator[Problem]:
     moe, can = config.moe, config.moe.dispatching
     why = f"with ds_npu.moe.dispatcher {moe.dispatcher!r}{can.why}"
     for name, works in (("overlap", can.overlaps), ("zero_memory", can.recomputes), ("replica_rows", can.replicates)):
-        found, default = dict(moe)[name], MoeSection.model_fields[name].default
+        found = dict(moe)[name]
+        default = MoeSection.model_fields[name].default
         if not works and found != default:
             off = "false" if default is False else repr(default)
             yield Problem(f"ds_npu.moe.{name}", found, f"{off} {why}")

@@ -98,14 +98,20 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
-        session, model = kwargs["config_class"].ds_npu, kwargs["model"]
+        session = kwargs["config_class"].ds_npu
+        model = kwargs["model"]
         check_whole(model, session.topology.degrees)
         check_no_own_experts(model, session.topology.degrees)
         check_not_quantized(model, session.topology.degrees)
-        is_pipeline, probes = isinstance(model, PipelineModule), session.config.parallel.probe
-        device, ds_config = get_accelerator().device_name(), kwargs["config_class"]._param_dict
+        is_pipeline = isinstance(model, PipelineModule)
         self.build = Build(
-            session.topology, model, session.config.plan, device, ds_config, is_pipeline=is_pipeline, probes=probes
+            session.topology,
+            model,
+            session.config.plan,
+            get_accelerator().device_name(),
+            kwargs["config_class"]._param_dict,
+            is_pipeline=is_pipeline,
+            probes=session.config.parallel.probe,
         )
         self.topology = session.topology
         self.events = EngineEvents(self)
@@ -259,7 +265,8 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
                 self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)
 
     def clip_fp32_gradients(self) -> None:
-        weights, clip_norm = self.module.parameters(), self.gradient_clipping()
+        weights = self.module.parameters()
+        clip_norm = self.gradient_clipping()
         self._global_grad_norm = clip_gradients(weights, clip_norm, self.topology, self.model_axes)
 
     # A float64 model keeps float64 gradients. DeepSpeed knows three dtypes and would round them to float32; its
@@ -293,7 +300,8 @@ class NpuPipelineEngine(NpuEngine, PipelineEngine):  # type: ignore[misc]
     """Whether its modules have two stages on each rank, for DualPipeV."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        model, topology = kwargs["model"], kwargs["config_class"].ds_npu.topology
+        model = kwargs["model"]
+        topology = kwargs["config_class"].ds_npu.topology
         grid = model._grid
         if topology.size("cp") > 1 and not isinstance(grid, ContextGrid):
             raise RuntimeError(

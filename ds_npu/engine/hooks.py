@@ -197,7 +197,8 @@ def deepspeed_config_init(original: Function) -> Function:
             stages = mpu.pipe_parallel_size if isinstance(mpu, PipelineParallelGrid) else None
             self.ds_npu = open_session(found, stages)
             # Which axes shard the model does not matter here: only the data axes are asked for.
-            mpu, mesh_device = mpu_of(self.ds_npu.topology, WHOLE_ON_EACH_STAGE), None
+            mpu = mpu_of(self.ds_npu.topology, WHOLE_ON_EACH_STAGE)
+            mesh_device = None
         original(self, config, mpu, mesh_device)
 
     return init

@@ -59,7 +59,8 @@ def _session(ds_config: dict[str, Any]) -> Session:
 
 def _take_part(model: Any, session: Session, fill: Callable[[Topology], None]) -> None:
     """Change ``model`` as the section says, let ``fill`` allocate its weights, and protect those that are sharded."""
-    device, probes = get_accelerator().device_name(), session.config.parallel.probe
+    device = get_accelerator().device_name()
+    probes = session.config.parallel.probe
     build = Build(session.topology, model, session.config.plan, device, probes=probes)
     apply_features(values_in(session.config), build)
     fill(session.topology)

@@ -35,7 +35,8 @@ def agree_on_first_batch(model: nn.Module, topology: Topology, chosen: Callable[
     @disable_tracing
     def agree(module: nn.Module, args: Any, kwargs: Any) -> None:
         if axes:
-            mine, compared = [_described(leaf) for leaf in _tensors((args, kwargs))], axes.copy()
+            mine = [_described(leaf) for leaf in _tensors((args, kwargs))]
+            compared = axes.copy()
             axes.clear()  # Once, also where it raises.
             for axis in compared:
                 _compare(mine, axis, topology)

@@ -125,7 +125,8 @@ class Build:
         Raises ValueError where the model is not the stage that this rank is.
         """
         own, topology = stages_in(self.model), self.topology
-        ranks, rank = topology.size("pp"), topology.rank("pp")
+        ranks = topology.size("pp")
+        rank = topology.rank("pp")
         if own and (own[0].count != len(own) * ranks or (len(own) == 1 and own[0].index != rank)):
             raise ValueError(
                 f"{type(self.model).__name__} is {' and '.join(map(str, own))}, and this is rank {rank} of the "

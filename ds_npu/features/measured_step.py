@@ -119,7 +119,8 @@ class MeasuredStep:
 
     def _see_what_is_there(self) -> None:
         """Mark what the optimizer holds, then gradients and weights, which it also holds, with their own uses."""
-        model, optimizer = self._engine.module, self._engine.optimizer
+        model = self._engine.module
+        optimizer = self._engine.optimizer
         found = list(_tensors(optimizer, "", {}))
         for path, tensor in found:
             if not any(word in path for word in OF_GRADIENTS):

@@ -101,7 +101,8 @@ class StateTransfers:
     def _fetch(self) -> None:
         if not self._coming or self._streams is None:
             return
-        chunk, slot = self._coming.popleft(), self._slots[self._count % len(self._slots)]
+        chunk = self._coming.popleft()
+        slot = self._slots[self._count % len(self._slots)]
         self._count += 1
         inward = self._streams[0]
         with self._module.stream(inward):
@@ -162,7 +163,8 @@ class ChunkedStep:
                 scalars = shard.scalars
                 for chunk in shard.chunks:
                     scalars = self._step_chunk(group, shard, chunk)
-                shard.scalars, shard.steps = scalars, shard.steps + 1
+                shard.scalars = scalars
+                shard.steps = shard.steps + 1
                 # DeepSpeed then copies the rounding of a master, which is its weights, into them.
                 shard.master.data = shard.weight()
         finally:

@@ -180,7 +180,8 @@ class Recomputation:
             nonlocal index
             if index == len(self._handles):
                 raise RecomputationError(f"{self._function} saved more tensors when it was computed again")
-            handle, value = self._handles[index](), tensor.detach()
+            handle = self._handles[index]()
+            value = tensor.detach()
             if handle is not None:
                 if handle.like != (value.shape, value.dtype):
                     found = f"{list(value.shape)} of {value.dtype}, in place of {list(handle.like[0])}"

@@ -60,7 +60,8 @@ class StateChunk:
         values = {name: self.keeping.form(name).unpack(each) for name, each in parts.items()}
         if self.ties is not None:
             remainder = values[MASTER]
-            weight, ties = self.weight.to(remainder.device), self.ties.to(remainder.device)
+            weight = self.weight.to(remainder.device)
+            ties = self.ties.to(remainder.device)
             values[MASTER] = master_of(weight, Residual(remainder, ties))
         return values
 
@@ -100,7 +101,8 @@ class StateShard:
             found = [(tuple(each.shape), each.stride()) for each in weights]
             raise ValueError(f"weights of these shapes and strides: {found}; contiguous ones work")
         self.master, self.keeping, self.index = master, keeping, index
-        self._weights, self.device = weights, weights[0].device
+        self._weights = weights
+        self.device = weights[0].device
         self._nothing = torch.full((), float("nan"), device=self.device).expand(master.shape)
         self.chunks, first = list[StateChunk](), 0
         for flat in (each.view(-1) for each in weights):

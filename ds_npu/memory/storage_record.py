@@ -150,7 +150,9 @@ class StorageMeter:
     """Measures the peaks of the storages in ``record``, where no allocator counts."""
 
     def __init__(self, record: StorageRecord) -> None:
-        self._record, self._counted, self._held = record, 0, 0
+        self._record = record
+        self._counted = 0
+        self._held = 0
 
     def peak(self) -> int:
         """Return the most bytes of storages since the last call; a new interval begins."""

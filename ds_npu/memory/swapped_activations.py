@@ -41,7 +41,8 @@ class SwappedStorage:
     def __init__(self, tensor: torch.Tensor, streams: CopyStreams, host: HostAllocator) -> None:
         self.size = tensor.untyped_storage().nbytes()
         self.version = tensor._version
-        self._shape, self._device = tensor.shape, tensor.device
+        self._shape = tensor.shape
+        self._device = tensor.device
         self._streams, self._host = streams, host
         # Without its graph, whose nodes may hold this; the version counter is shared.
         self._held: torch.Tensor | None = alias(tensor)
@@ -168,14 +169,16 @@ class ActivationSwap:
     def timed(self, begin: Times, computed: Times, copied: Times, group: SwapGroup) -> None:
         """Keep the events around a module's computation and copies, to be read when they are over."""
         self._times = [begin[0], computed[0], computed[1], copied[1]]
-        self._timed_bytes, self._timed_copies = group.bytes(), group.copied_bytes
+        self._timed_bytes = group.bytes()
+        self._timed_copies = group.copied_bytes
 
     def _set_depth(self) -> None:
         """Set the depth from measured times, when the timed copies are over."""
         if not self._times or not all(event.query() for event in self._times):
             return
         begin, computed, copy_begun, copied = self._times
-        compute_ms, copy_ms = begin.elapsed_time(computed), copy_begun.elapsed_time(copied)
+        compute_ms = begin.elapsed_time(computed)
+        copy_ms = copy_begun.elapsed_time(copied)
         self._times = []
         self.set_speed(compute_ms, copy_ms)
         logger().info(
@@ -283,9 +286,11 @@ class SwappedForward:
     @contextmanager
     def call(self, index: int, kept: Iterable[torch.Tensor]) -> Iterator[None]:
         """A context for the call of the module at ``index`` among all."""
-        depth, streams = self._swap.depth, self._swap.streams
+        depth = self._swap.depth
+        streams = self._swap.streams
         remains = self._swap.remains(index)
-        group, around = SwapGroup(self._swap, remains, kept), self._open
+        group = SwapGroup(self._swap, remains, kept)
+        around = self._open
         self._groups.append(group)
         begin = streams.mark() if self._is_timed and not remains else []
         self._open = group

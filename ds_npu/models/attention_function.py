@@ -145,7 +145,8 @@ def refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
 def options_of(arguments: Mapping[str, Any], layout: Layout, mask: Mask) -> Options:
     """The options of a call with the ``arguments`` of transformers' interface, which has two names for sinks."""
     sinks = next((arguments[name] for name in ("s_aux", "sinks") if arguments.get(name) is not None), None)
-    dropout_p, softcap = arguments.get("dropout") or 0.0, arguments.get("softcap")
+    dropout_p = arguments.get("dropout") or 0.0
+    softcap = arguments.get("softcap")
     return Options(layout, mask, arguments.get("scaling"), dropout_p, softcap=softcap, sinks=sinks)
 
 

@@ -67,7 +67,8 @@ def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
         return _evaluated(arguments)
     if not may_leave_out(arguments) and pattern.documents is None:
         return _evaluated(arguments)
-    rows, keys = arguments["q_length"], arguments["kv_length"]
+    rows = arguments["q_length"]
+    keys = arguments["kv_length"]
     if pattern.documents is not None:
         return PackedMask(Mask(pattern.before, pattern.after).packed(_ends(pattern.documents)))
     if arguments["attention_mask"] is not None:
@@ -88,7 +89,8 @@ def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
 
 def may_leave_out(arguments: dict[str, Any]) -> bool:
     """Whether the mask function may return None: transformers forbids it where it works on with the mask."""
-    causal, bidirectional = arguments.get("allow_is_causal_skip", True), arguments.get("allow_is_bidirectional_skip")
+    causal = arguments.get("allow_is_causal_skip", True)
+    bidirectional = arguments.get("allow_is_bidirectional_skip")
     return bool(causal or bidirectional)
 
 

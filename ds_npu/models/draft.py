@@ -105,7 +105,8 @@ def _with_heads(
 
 def _without_heads(model: nn.Module, given: dict[str, Role]) -> ModelPlan:
     """The plan without attentions, which are not known yet; LoRA's factors of a replicated layer are replicated."""
-    modules, factors = dict(model.named_modules()), adapters(model)
+    modules = dict(model.named_modules())
+    factors = adapters(model)
     layers = {name: f"{name.rpartition('.lora_')[0]}.{names.BASE_LAYER}" for name in factors}
     whole = {name: Role.REPLICATED for name in factors if given.get(layers[name]) is Role.REPLICATED}
     given = factors | whole | given

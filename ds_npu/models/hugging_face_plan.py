@@ -95,7 +95,8 @@ class _Assignment(RoleAssigner):
                 self.assign(name, Role.REPLICATED)
 
     def outside_blocks(self, name: str) -> None:
-        module, attribute = self.tree.module(name), name.rpartition(".")[2]
+        module = self.tree.module(name)
+        attribute = name.rpartition(".")[2]
         inner = self.tree.within(name).values()
         if any(self.tree.module(each) is self.embedding for each in inner):
             for each in inner:

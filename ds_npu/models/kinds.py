@@ -89,7 +89,8 @@ def calls_for_each_expert(module: nn.Module) -> bool:
 
 def works_on_tokens(module: nn.Module) -> bool:
     """Whether ``module``, without its children, is known to compute each token from that token alone."""
-    name, origin = type(module).__name__, type(module).__module__
+    name = type(module).__name__
+    origin = type(module).__module__
     dims = {len(shape) for shape in own_shapes(module).values()}
     if isinstance(module, (*CONTAINERS, nn.Identity, nn.Dropout, nn.Embedding, PassThrough)) or origin.startswith(LORA):
         return True

@@ -200,7 +200,8 @@ class CommunicatorPlan:
 
     def _between_stages(self, in_stages: bool) -> Iterator[Communicator]:
         """Communicators of hidden states and their gradients, on a rank between two other stages."""
-        pairs, mib = min(self.degrees.pp - 1, 2), default_mib(PAIR_BUFFER)
+        pairs = min(self.degrees.pp - 1, 2)
+        mib = default_mib(PAIR_BUFFER)
         if pairs and mib:
             # In stages, messages to higher and to lower ranks have a group each, with a communicator for each pair;
             # DeepSpeed's pipelines send over the world's group (runtime/pipe/p2p.py).

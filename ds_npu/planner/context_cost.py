@@ -98,7 +98,8 @@ def shared_heads(shape: AttentionShape, tensor: int, ulysses: int) -> tuple[list
     """Query heads of each Ulysses rank, and the key heads that they need, of the tensor rank with the most heads."""
     short, longer = divmod(math.ceil(shape.heads / tensor), ulysses)
     queries = [short + (rank < longer) for rank in range(ulysses)]
-    share, ends = shape.heads // shape.kv_heads, accumulate(queries)
+    share = shape.heads // shape.kv_heads
+    ends = accumulate(queries)
     return queries, [(end - 1) // share - (end - count) // share + 1 for end, count in zip(ends, queries, strict=True)]
 
 
@@ -147,11 +148,14 @@ class _Rank:
 
     def attention(self, backward: bool = False) -> Pass:
         """Attention's FLOP at the kernel's rate for the keys of one call, and the least time of each call."""
-        layer, ring, (key, value) = self.layer, self.algorithm.ring, self.widths
+        layer = self.layer
+        ring = self.algorithm.ring
+        key, value = self.widths
         pairs = layer.samples * layer.length**2 / ring / (2 if layer.causal else 1)
         # Gathered, the two chunks of a zigzag rank are a call each; a block of a ring is one.
         calls, keys = (1 + layer.causal, layer.length) if self.algorithm.gather else (ring, layer.length / ring)
-        rows, e = math.ceil(layer.length / ring), layer.number_bytes
+        rows = math.ceil(layer.length / ring)
+        e = layer.number_bytes
         q = Shape((layer.samples, rows, max(self.heads[0]), key), e)
         k, v = (Shape((layer.samples, layer.length, max(self.heads[1]), width), e) for width in (key, value))
         cost = attention_backward_cost(q, k, v, pairs) if backward else attention_forward_cost(q, k, v, pairs)
@@ -159,13 +163,15 @@ class _Rank:
 
     def exchange(self) -> Pass:
         """Ulysses, forward: a rank sends each other rank its heads of q, k, v, and receives its own tokens' result."""
-        (queries, keys), (key, value) = self.heads, self.widths
+        queries, keys = self.heads
+        key, value = self.widths
         sent = _others(queries) * key + _others(keys) * (key + value) + _returned(queries) * value
         return self._exchanged(sent, sum(queries) * (key + value) + sum(keys) * (key + value), 4)
 
     def exchange_back(self) -> Pass:
         """Ulysses, backward: the gradient of the result one way, those of q, k and v the other."""
-        (queries, keys), (key, value) = self.heads, self.widths
+        queries, keys = self.heads
+        key, value = self.widths
         again = self.again if self.algorithm.ring == 1 else []
         sent = _others(queries) * value + _returned(queries) * key + _returned(keys) * (key + value)
         copied = sum(queries) * (key + value) + sum(keys) * (key + value + sum(again))
@@ -173,7 +179,8 @@ class _Rank:
 
     def _exchanged(self, sent: int, copied: int, messages: int) -> Pass:
         """All-to-alls of ``sent`` numbers a token, with ``copied`` numbers a token read and written to pack them."""
-        peers, number_bytes = self.algorithm.ulysses - 1, self.tokens * self.layer.number_bytes
+        peers = self.algorithm.ulysses - 1
+        number_bytes = self.tokens * self.layer.number_bytes
         if not peers:
             return Pass()
         near_peers = math.gcd(self.algorithm.ulysses, self.near) - 1
@@ -186,7 +193,9 @@ class _Rank:
 
     def kept_bytes(self) -> float:
         """Received keys and values that ``kv_cache`` keeps; with Ulysses, only what exceeds the rank's own."""
-        layer, ring, kept = self.layer, self.algorithm.ring, 1 - self.share_again
+        layer = self.layer
+        ring = self.algorithm.ring
+        kept = 1 - self.share_again
         share = layer.shape.heads // layer.shape.kv_heads
         own_heads = (sum(self.heads[0]) - 1) // share + 1
         more = max(self.block - self.tokens * own_heads * sum(self.widths), 0.0)
@@ -195,7 +204,9 @@ class _Rank:
     def working_bytes(self) -> float:
         """Ulysses: what is sent of q, k and v, and what is fetched again. Ring: two blocks (three in a double ring) and
         three sums of gradients. Gathered: all blocks, and their gradients twice."""
-        e, algorithm, (queries, keys) = self.layer.number_bytes, self.algorithm, map(sum, self.heads)
+        e = self.layer.number_bytes
+        algorithm = self.algorithm
+        queries, keys = map(sum, self.heads)
         sent = self.tokens * (queries * self.widths[0] + keys * sum(self.widths)) if algorithm.ulysses > 1 else 0.0
         blocks = e * self.share_again
         if algorithm.gather:
@@ -220,7 +231,10 @@ def _gather(rank: _Rank, backward: bool = False) -> Pass:
 
     With g of r ranks on each node, a rank sends r / g - 1 blocks to other nodes, then (g - 1) r / g within its node.
     """
-    e, machine, ranks, near = rank.layer.number_bytes, rank.machine, rank.algorithm.ring, rank.near
+    e = rank.layer.number_bytes
+    machine = rank.machine
+    ranks = rank.algorithm.ring
+    near = rank.near
     again = rank.share_again if backward else 1.0
     # Bytes of a block in each collective, and bytes read and written to put all blocks in order.
     collectives = [rank.block * e * again] if again else []
@@ -244,7 +258,9 @@ def _ring(rank: _Rank, backward: bool = False) -> Pass:
     After the first of r steps, results are summed in wide numbers: out in forward, dq and the block's gradients in
     backward.
     """
-    layer, algorithm, machine = rank.layer, rank.algorithm, rank.machine
+    layer = rank.layer
+    algorithm = rank.algorithm
+    machine = rank.machine
     steps = ring_steps(0, algorithm.ring, algorithm.inner)
     moved = rank.block * layer.number_bytes * (rank.share_again if backward else 1.0)
     summed = rank.block * rank.wide if backward else 0.0
@@ -284,7 +300,9 @@ def _waited(
     steps: Sequence[Step], step_s: float, moved: float, summed: float, seconds: Callable[[Link, float], float]
 ) -> float:
     """Seconds that a rank waits, if all ranks do the same at the same time; a link carries one message at a time."""
-    now, there, free = 0.0, {0: 0.0}, dict.fromkeys(("inner", "outer", "home"), 0.0)
+    now = 0.0
+    there = {0: 0.0}
+    free = dict.fromkeys(("inner", "outer", "home"), 0.0)
     coming, home = 0.0, [0.0]
 
     def send(link: Link, size: float) -> float:

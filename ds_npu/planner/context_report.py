@@ -22,7 +22,8 @@ MIB = 2**20
 
 def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
     """Yield lines about the choice, none without a context axis. Raises ConfigError where no algorithm is possible."""
-    degrees, section = checked.degrees, checked.config.context_parallel
+    degrees = checked.degrees
+    section = checked.config.context_parallel
     if degrees.cp == 1:
         return
     left = algorithms(section, degrees.cp)
@@ -50,7 +51,8 @@ def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Na
 
     Raises ConfigError where no algorithm is possible.
     """
-    degrees, section = checked.degrees, checked.config.context_parallel
+    degrees = checked.degrees
+    section = checked.config.context_parallel
     if degrees.cp == 1:
         return None
     left = algorithms(section, degrees.cp)
@@ -62,12 +64,14 @@ def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Na
 
 
 def _layer(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Layer:
-    shape, samples = attention_of(arguments.model), checked.batch.micro or 1
+    shape = attention_of(arguments.model)
+    samples = checked.batch.micro or 1
     return Layer(shape, arguments.sequence_length, samples, number_bytes(ds_config))
 
 
 def _assumptions(layer: Layer, machine: Machine) -> Iterator[str]:
-    (fewest, slowest), (most, fastest) = machine.attention[0], machine.attention[-1]
+    fewest, slowest = machine.attention[0]
+    most, fastest = machine.attention[-1]
     speeds = [
         f"{machine.node} ranks a node, {machine.port / 1e9:.0f} GB/s to all of them together",
         f"{machine.link / 1e9:.1f} GB/s to one of them",

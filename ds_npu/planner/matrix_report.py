@@ -47,7 +47,8 @@ def matrix_lines(
     plans = planned_portions(weights, degrees, zero_stage, len(COEFFICIENTS[coefficients]), partition)
     if not plans:
         return
-    ranks, count = plans[0].ranks, sum(len(plan.matrices) for plan in plans)
+    ranks = plans[0].ranks
+    count = sum(len(plan.matrices) for plan in plans)
     owned = [sum(plan.owners.count(rank) for plan in plans) for rank in range(ranks)]
     loads = [sum(plan.loads()[rank] for plan in plans) / machine.matmul for rank in range(ranks)]
     there, back = (sum(plan.sent_elements()[way] for plan in plans) for way in (0, 1))

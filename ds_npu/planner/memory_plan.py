@@ -232,7 +232,8 @@ class _Problem:
         numpy, _ = try_import("numpy")
         if solver is None or numpy is None:
             raise RuntimeError(WITHOUT_SOLVER) from error
-        columns, moments = self._columns, self._moments.values()
+        columns = self._columns
+        moments = self._moments.values()
         one_each = numpy.zeros((len(self._layers), len(columns)))
         for column, (index, _) in enumerate(columns):
             one_each[index, column] = 1

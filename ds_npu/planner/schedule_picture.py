@@ -66,7 +66,8 @@ def schedule_svg(name: str, run: Timeline) -> str:
     schedule = run.schedule
     scale = min(WIDEST / max(run.makespan, 1e-9), 24 / max(run.costs.forward, 1e-9))
     width = round(LABEL + scale * run.makespan + SIDE + 2 * MARGIN)
-    top, bottom = 3 * MARGIN, 3 * MARGIN + ROW * len(schedule.rows)
+    top = 3 * MARGIN
+    bottom = 3 * MARGIN + ROW * len(schedule.rows)
     lines = [text(MARGIN, MARGIN + 8, headline(name, run), font_size=14, font_weight="bold")]
     for rank in range(len(schedule.rows)):
         lines += _row(run, rank, top + ROW * rank, scale)
@@ -77,11 +78,13 @@ def schedule_svg(name: str, run: Timeline) -> str:
 
 
 def _row(run: Timeline, rank: int, top: int, scale: float) -> Iterator[str]:
-    left, right = MARGIN + LABEL, MARGIN + LABEL + scale * run.makespan
+    left = MARGIN + LABEL
+    right = MARGIN + LABEL + scale * run.makespan
     yield text(MARGIN, top + ROW / 2 + 3, f"rank {rank}")
     yield rect(left, top, scale * run.makespan, ROW - 4, fill="#f1f1f1")
     for action in run.schedule.rows[rank]:
-        x, wide = left + scale * run.start[action], scale * run.costs.of(action)
+        x = left + scale * run.start[action]
+        wide = scale * run.costs.of(action)
         index = _own_stages(run.schedule, rank).index(action.stage)
         colour = COLOURS[action.kind][min(index, len(COLOURS[action.kind]) - 1)]
         yield rect(x, top, wide, ROW - 4, fill=colour, stroke="white")
@@ -91,10 +94,12 @@ def _row(run: Timeline, rank: int, top: int, scale: float) -> Iterator[str]:
 
 def _transfers(run: Timeline, top: int, scale: float) -> Iterator[str]:
     for send, receive in run.schedule.transfers.values():
-        colour, wide = COLOURS[send.kind][0], min(1.0, scale * run.costs.forward / 12)
+        colour = COLOURS[send.kind][0]
+        wide = min(1.0, scale * run.costs.forward / 12)
         # States and gradients that leave at once are drawn next to each other.
         left = MARGIN + LABEL + (1 if send.kind is Kind.SEND_GRADIENTS else -1)
-        begin, arrival = left + scale * run.start[send], left + scale * run.end(send)
+        begin = left + scale * run.start[send]
+        arrival = left + scale * run.end(send)
         y, end = (top + ROW * run.schedule.rank_of[each.stage] + ROW / 2 - 2 for each in (send, receive))
         line = element("line", x1=begin, y1=y, x2=arrival, y2=end, stroke=colour, stroke_width=wide)
         dot = element("circle", cx=arrival, cy=end, r=2 * wide, fill=colour)

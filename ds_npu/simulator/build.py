@@ -172,7 +172,8 @@ def _build(toolchain: Toolchain, home: Path) -> None:
 
 def _install_msprof(home: Path) -> None:
     """The command ``msprof``, which torch_npu looks for in PATH, and the script that it also asks for."""
-    script, command = home / MSPROF_SCRIPT, home / MSPROF_FOLDER / "msprof"
+    script = home / MSPROF_SCRIPT
+    command = home / MSPROF_FOLDER / "msprof"
     for file in (script, command):
         file.parent.mkdir(parents=True)
     shutil.copyfile(MSPROF, script)
@@ -211,7 +212,8 @@ def _compile(toolchain: Toolchain, sources: Sequence[Path], folder: Path) -> lis
 
 def _tell_progress(sources: Sequence[Path], compiled: Iterable[None]) -> None:
     """Say how long the compilation of ``sources`` takes, and, as ``compiled`` counts them in order, how far it is."""
-    cores, sizes = os.cpu_count() or 1, [source.stat().st_size for source in sources]
+    cores = os.cpu_count() or 1
+    sizes = [source.stat().st_size for source in sources]
     begun = reported = time.monotonic()
     say(
         f"building the simulated NPUs, {len(sources)} files on {cores} cores: about "

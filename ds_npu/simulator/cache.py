@@ -75,7 +75,8 @@ def _trusts(owner: int) -> bool:
 def _is_private(group: int) -> bool:
     """Whether nobody else is in ``group``: root's, or the group of the user's own name that many systems make."""
     try:
-        found, user = grp.getgrgid(group), pwd.getpwuid(os.geteuid()).pw_name
+        found = grp.getgrgid(group)
+        user = pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
         return False
     return group == 0 or (found.gr_name == user and set(found.gr_mem) <= {user})

@@ -117,7 +117,8 @@ def _tasks(path: Path) -> Iterator[Mapping[str, Any]]:
 def _add_task(database: Database, device: int, index: int, task: Mapping[str, Any], shift: int) -> None:
     told, name = task["args"], task["name"]
     is_message = told["kind"] in ("collective", "message")
-    begun, ended = round(task["ts"] * 1000) + shift, round((task["ts"] + task["dur"]) * 1000) + shift
+    begun = round(task["ts"] * 1000) + shift
+    ended = round((task["ts"] + task["dur"]) * 1000) + shift
     if is_message:
         # HCCL's kernels wait for the other ranks, and the time counts as theirs.
         begun = round(told["ready"] * 1000) + shift

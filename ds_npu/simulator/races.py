@@ -142,7 +142,8 @@ class Memory:
 
     def touched(self, touch: Touched, clock: Clock) -> Iterator[Race]:
         """The races of ``touch`` with those before it; then it is one of them, in place of those that it covers."""
-        first, end = self._border(touch.bytes.first), self._border(touch.bytes.last)
+        first = self._border(touch.bytes.first)
+        end = self._border(touch.bytes.last)
         compared: set[int] = set()
         for part in range(first, end):
             kept: list[Touched] = []

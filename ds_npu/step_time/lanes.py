@@ -52,7 +52,8 @@ def columns_of(intervals: Iterable[Interval], end: int, count: int = COLUMNS) ->
     for activity, start, stop in intervals:
         first, last = (min(count - 1, at * count // end) for at in (start, stop))
         for column in range(first, last + 1):
-            begun, ended = max(start, column * end // count), min(stop, (column + 1) * end // count)
+            begun = max(start, column * end // count)
+            ended = min(stop, (column + 1) * end // count)
             columns[column][activity] += max(0, ended - begun)
     found = [column.most_common(1)[0][0] if column else None for column in columns]
     begin = 0

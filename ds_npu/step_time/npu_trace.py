@@ -63,7 +63,8 @@ def read_npu_trace(path: Path, header: Header) -> RankTrace:
     try:
         with closing(sqlite3.connect(f"file:{found[0]}?mode=ro", uri=True)) as database:
             groups = {**header.communicators, **_groups(database)}
-            operations, messages = tuple(_operations(database)), tuple(_messages(database, groups))
+            operations = tuple(_operations(database))
+            messages = tuple(_messages(database, groups))
             copies = tuple((begun, ended) for begun, ended in database.execute(COPIES))
     except (sqlite3.Error, ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{found[0]}: no database of torch_npu.profiler can be read there ({error!r})") from error

@@ -97,7 +97,8 @@ def slowest_ranks(report: StepReport) -> list[SlowestRank]:
     for key, times in durations.items():
         if len(times) > 1:
             groups[key.ranks, key.name].append(times)
-    degrees, count = report.ranks[0].header.degrees, report.ranks[0].header.count
+    degrees = report.ranks[0].header.degrees
+    count = report.ranks[0].header.count
     found = [
         SlowestRank(name, ranks, call_axes(name, ranks, degrees), len(calls), *_slowest(calls, count))
         for (ranks, name), calls in groups.items()

@@ -107,7 +107,8 @@ class _Running:
             # An attention or a product is one operation, whatever it calls.
             self.owner = outer.owner
         elif _computes(event.name):
-            self.kind, self.owner = kind_of(event.name), self
+            self.kind = kind_of(event.name)
+            self.owner = self
 
 
 @cache

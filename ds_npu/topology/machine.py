@@ -145,7 +145,9 @@ class Machine:
 
         ``n`` is the bytes of the whole buffer: before a reduce-scatter or all-reduce, after an all-gather.
         """
-        ranks, hops, seconds = near * nodes, math.ceil(math.log2(nodes)), self.message
+        ranks = near * nodes
+        hops = math.ceil(math.log2(nodes))
+        seconds = self.message
         for level, amount in COLLECTIVES[kind]:
             part = n / near if amount == "n/g" else n
             if level == "near":

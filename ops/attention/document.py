@@ -133,7 +133,8 @@ def _ungrouped(x: torch.Tensor, heads: int) -> torch.Tensor:
 def _blocks(inputs: Inputs, weighting: Weighting) -> Iterator[Block]:
     batch, heads, rows, _ = inputs.q.shape
     key_heads, keys = inputs.k.shape[1:3]
-    band, dense = weighting.band(inputs.q, inputs.k), weighting.mask.dense
+    band = weighting.band(inputs.q, inputs.k)
+    dense = weighting.mask.dense
     if dense is not None:
         dense = dense.expand(*dense.shape[:-2], rows, keys)
         dense = dense.view(*[1] * (4 - dense.dim()), *dense.shape)

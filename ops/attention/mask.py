@@ -96,7 +96,8 @@ class Mask:
 
     def documents(self, rows: int, keys: int) -> Iterator[Document]:
         """The packed documents; without any, one document of all ``rows`` and ``keys``."""
-        ends_q, ends_k = self.ends_q or (rows,), self.ends_k or (keys,)
+        ends_q = self.ends_q or (rows,)
+        ends_k = self.ends_k or (keys,)
         for (q_begin, q_end), (k_begin, k_end) in zip(pairwise((0, *ends_q)), pairwise((0, *ends_k)), strict=True):
             yield Document(range(q_begin, q_end), range(k_begin, k_end))
 

@@ -34,7 +34,8 @@ def attention(
     that do not go together.
     """
     options = options or Options()
-    sinks, heads = options.sinks, q.shape[2 if options.layout == "BSND" else 1]
+    sinks = options.sinks
+    heads = q.shape[2 if options.layout == "BSND" else 1]
     if sinks is not None and (options.layout == "SBH" or sinks.shape != (heads,)):
         raise ValueError(f"attention: sinks {list(sinks.shape)} for q {list(q.shape)} in layout {options.layout}")
     return _attend(q, k, v, replace(options, sinks=None), sinks)

@@ -107,7 +107,8 @@ def sizes_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     sizes = Sizes(q.shape[0], q.shape[2], k.shape[2], heads, key_heads, q.shape[3], v.shape[3])
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention: {shapes}: one dtype is needed, not {q.dtype}, {k.dtype} and {v.dtype}")
-    mask, scores = options.mask, (sizes.batch, heads, sizes.rows, sizes.keys)
+    mask = options.mask
+    scores = (sizes.batch, heads, sizes.rows, sizes.keys)
     if mask.dense is not None and any(
         given not in (1, wanted) for given, wanted in zip(mask.dense.shape[::-1], scores[::-1], strict=False)
     ):

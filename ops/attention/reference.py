@@ -54,13 +54,15 @@ def backward(
     """
     if result.dropout and result.dropout.of_kernel:
         raise RuntimeError("attention: the dropout pattern is the NPU kernel's, and its backward pass cannot be used")
-    sizes, layout = sizes_of(*inputs, options), options.layout
+    sizes = sizes_of(*inputs, options)
+    layout = options.layout
     weighting = _weighting(options, sizes, result.dropout, dout.device)
     inputs = views(inputs, layout, sizes)
     dout, out = (by_head(x, layout, sizes.heads) for x in (dout, result.out))
     lse = result.lse
     if layout == "TND":
-        lse, dlse = lse.T[None], None if dlse is None else dlse.T[None]
+        lse = lse.T[None]
+        dlse = None if dlse is None else dlse.T[None]
     found = []
     for rows, keys in options.mask.documents(sizes.rows, sizes.keys):
         of_rows = Upstream(_of(dout, rows), None if dlse is None else _of(dlse, rows), _of(out, rows), _of(lse, rows))

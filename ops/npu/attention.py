@@ -137,7 +137,8 @@ def _sparse(mask: Mask, sizes: Sizes) -> tuple[int, int, int]:
         low, high = mask.band(sizes.rows, sizes.keys).within(sizes.rows, sizes.keys)
         corner = sizes.keys - sizes.rows
         left_up = (low, high) == (None, 0) and corner != 0
-        before, after = None if low is None else corner - low, None if high is None else high - corner
+        before = None if low is None else corner - low
+        after = None if high is None else high - corner
     if left_up:
         return LEFT_UP, UNLIMITED, UNLIMITED
     if (before, after) == (None, None):

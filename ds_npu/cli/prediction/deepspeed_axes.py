@@ -55,7 +55,9 @@ def with_own_axes(
     """
     if problems := [*_unpredicted(ds_config, world_size, length)]:
         return checked, problems
-    tp, cp, ep = tensor_ranks(ds_config), sequence_ranks(ds_config), expert_ranks(ds_config)
+    tp = tensor_ranks(ds_config)
+    cp = sequence_ranks(ds_config)
+    ep = expert_ranks(ds_config)
     degrees = Degrees(dp=world_size // (tp * cp), cp=cp, tp=tp, ep=ep)
     # DeepSpeed takes the ranks of AutoTP for data ranks when it counts samples (runtime/config.py of 0.19.8).
     batch, problems = batch_of(ds_config, degrees.dp * tp)

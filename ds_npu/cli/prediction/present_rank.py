@@ -44,7 +44,8 @@ _kept: list[Store] = []
 
 def run_present_rank() -> None:
     """Run the request of the command line. The process ends at once: threads of torch_npu may wait for other ranks."""
-    request, rank = Request(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
+    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
+    rank = int(sys.argv[2])
     folder = Path(request.folder)
 
     def enter(phase: str) -> None:

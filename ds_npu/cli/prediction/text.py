@@ -37,7 +37,8 @@ def prediction_text(prediction: Prediction) -> Iterator[str]:
 
 
 def _headline(prediction: Prediction) -> Iterator[str]:
-    request, degrees = prediction.request, prediction.degrees
+    request = prediction.request
+    degrees = prediction.degrees
     axes = " x ".join(f"{NAMES[axis]} {degrees.size(axis)}" for axis in DENSE if degrees.size(axis) > 1) or "one rank"
     experts = f", experts over {degrees.ep}" if degrees.ep > 1 else ""
     count = f"{degrees.world_size:,} NPU{'s' if degrees.world_size > 1 else ''}"
@@ -51,7 +52,8 @@ def _headline(prediction: Prediction) -> Iterator[str]:
 def _answers(prediction: Prediction) -> Iterator[tuple[str, str]]:
     reports = [stage.report for stage in prediction.stages]
     fullest = max(reports, key=lambda each: each.reserved + each.outside)
-    needed, has = fullest.reserved + fullest.outside, prediction.machine.hbm
+    needed = fullest.reserved + fullest.outside
+    has = prediction.machine.hbm
     word = "yes" if prediction.fits else "NO; what follows is as if the memory were larger"
     yield "fits", f"{word}: rank {fullest.rank} needs {needed / GIB:.1f} of {has / GIB:.0f} GiB"
     yield "step", f"{prediction.step_seconds:,.3f} s"

@@ -72,7 +72,8 @@ def _share_memory_of_weights_to_be_sharded(model: Any, ds_config: dict[str, Any]
     A training script has them whole on the host, which this process has no room for. DeepSpeed copies each rank's part.
     """
     for module in model.modules():
-        is_linear, is_stack = isinstance(module, nn.Linear), "experts" in type(module).__name__.lower()
+        is_linear = isinstance(module, nn.Linear)
+        is_stack = "experts" in type(module).__name__.lower()
         if (tensor_ranks(ds_config) > 1 and is_linear) or (expert_ranks(ds_config) > 1 and is_stack):
             for name, weight in module.named_parameters(recurse=False):
                 number = torch.empty((), dtype=weight.dtype, device=get_accelerator().current_device_name())
@@ -104,7 +105,8 @@ def micro_batch_loss(engine: Any, ids: torch.Tensor, mpu: Any) -> torch.Tensor:
         return loss
     labels = nn.functional.pad(ids, (0, 1), value=IGNORED)[:, 1:]
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    ranks, rank = mpu.get_sequence_parallel_world_size(), mpu.get_sequence_parallel_rank()
+    ranks = mpu.get_sequence_parallel_world_size()
+    rank = mpu.get_sequence_parallel_rank()
     own, own_positions, own_labels = (each.chunk(ranks, dim=1)[rank].contiguous() for each in (ids, positions, labels))
     logits = engine(input_ids=own, position_ids=own_positions).logits
     words = engine.module.config.get_text_config().vocab_size

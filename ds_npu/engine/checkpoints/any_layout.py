@@ -115,7 +115,8 @@ class AnyLayoutCheckpoints(TopologyEngine):
         try:
             return super().load_checkpoint(load_dir, str(written.folder.relative_to(load_dir)), *asked)
         finally:
-            self.checkpoint_engine, self.reassembled = plain, None
+            self.checkpoint_engine = plain
+            self.reassembled = None
 
     def _load_own_files(self, folder: Path, load_dir: Any, tag: str | None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's load of the files that this rank would have written, which are read before it begins."""
@@ -165,8 +166,10 @@ class AnyLayoutCheckpoints(TopologyEngine):
         exclude_frozen_parameters: bool = False,
     ) -> None:
         super()._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
-        folder, engine = Path(save_dir, str(tag)), self.checkpoint_engine
-        path, manifest = manifest_path(folder, dist.get_rank()), manifest_of(self, folder, exclude_frozen_parameters)
+        folder = Path(save_dir, str(tag))
+        engine = self.checkpoint_engine
+        path = manifest_path(folder, dist.get_rank())
+        manifest = manifest_of(self, folder, exclude_frozen_parameters)
         if isinstance(engine, CheckpointTransaction):
             engine.write_text_last(
                 path, lambda made: replace(manifest, files=made.fingerprints, digests=made.digests).sealed()
@@ -309,7 +312,8 @@ def _check_files(engine: Any, folder: Path, with_states: bool, written: WrittenC
         if not any(mine.has_parts_like(each) for each in written.manifests):
             problem = "none of its ranks held the parts of the model that this rank holds"
     if problem is not None:
-        wrote, mine_is = written.layout if written else _layout_by_names(models, states), layout_description(engine)
+        wrote = written.layout if written else _layout_by_names(models, states)
+        mine_is = layout_description(engine)
         raise CheckpointError(
             f"{folder} was written at another layout ({wrote}; this run: {mine_is}), and it is not known what its "
             f"files hold where: {problem}. What to do: load it with the layout that wrote it, or weights only: "
@@ -328,7 +332,8 @@ def _unlike_own_files(engine: Any, folder: Path, states: set[str] | None) -> str
     if states is None or not has_states or engine.zero_elastic_checkpoint():
         return None
     mine = Path(engine._get_zero_ckpt_name(*where)).name
-    before, after = mine.split("zero_pp_rank_")[0], mine.split("_mp_rank_")[1]
+    before = mine.split("zero_pp_rank_")[0]
+    after = mine.split("_mp_rank_")[1]
     of_group = [each for each in states if each.startswith(f"{before}zero_pp_rank_") and each.endswith(after)]
     if mine not in states or len(of_group) != engine.seq_dp_world_size:
         return f"this rank reads {mine}, one of {engine.seq_dp_world_size}, and {len(of_group)} of that kind are there"

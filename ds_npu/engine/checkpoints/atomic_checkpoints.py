@@ -62,7 +62,8 @@ class AtomicCheckpoints(TopologyEngine):
         Behind training, the next step, save or load raises it.
         """
         self.finish_saving()
-        plain, given = self.checkpoint_engine, (client_state or {}, save_latest, exclude_frozen_parameters)
+        plain = self.checkpoint_engine
+        given = (client_state or {}, save_latest, exclude_frozen_parameters)
         if type(plain) is not AllowedFilesEngine:  # another of DeepSpeed's, which writes in its own time
             return bool(super().save_checkpoint(save_dir, tag, *given))
         behind = self.background_saves
@@ -94,7 +95,8 @@ class AtomicCheckpoints(TopologyEngine):
     @contextmanager
     def _saving_by(self, transaction: CheckpointTransaction) -> Iterator[None]:
         """Within it DeepSpeed saves by ``transaction``, and state that is brought to the host goes to its snapshot."""
-        plain, self.checkpoint_engine = self.checkpoint_engine, transaction
+        plain = self.checkpoint_engine
+        self.checkpoint_engine = transaction
         bucketed = None if self.optimizer is None else BUCKETED.get(self.optimizer)
         if bucketed is not None:
             bucketed.state.snapshot = transaction.snapshot

@@ -49,7 +49,8 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     """The snapshot that tensors are copied to before they are written; None where they are written as they are."""
 
     def __init__(self, plain: TorchCheckpointEngine, save_latest: bool, agreement: RankAgreement | None = None) -> None:
-        self.name, self.zipfile_serialization = plain.name, plain.zipfile_serialization
+        self.name = plain.name
+        self.zipfile_serialization = plain.zipfile_serialization
         self.save_latest = save_latest
         self._agreement = agreement or CollectiveAgreement()
         self.unfinished: list[Path] = []

@@ -103,7 +103,8 @@ class ExpertCheckpoints(TopologyEngine):
 
     def expert_file(self, folder: Path) -> Path:
         """The file of this rank's experts in the ``folder`` of a checkpoint."""
-        rank, ranks = self.topology.rank("ep", "etp"), self.topology.size("ep", "etp")
+        rank = self.topology.rank("ep", "etp")
+        ranks = self.topology.size("ep", "etp")
         stage = f"stage_{self.topology.rank('pp'):02d}_" if self.topology.size("pp") > 1 else ""
         return folder / f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
 
@@ -188,7 +189,8 @@ def _part_of(optimizer: State | None, of_experts: bool) -> State | None:
 
 def _joined(dense: State, experts: State) -> State:
     """The state dict of which ``dense`` and ``experts`` are the parts."""
-    inner, of_experts = dense.get(INNER, dense), experts.get(INNER, experts)
+    inner = dense.get(INNER, dense)
+    of_experts = experts.get(INNER, experts)
     whole = {**inner, STATE: {**inner[STATE], **of_experts[STATE]}}
     if inner is dense:
         return whole

@@ -29,11 +29,14 @@ def put_offloaded(engine: Any, folder: Path, state: dict[str, Any]) -> None:
     short, and where this run keeps other sub-groups on its disk.
     """
     rank = engine.local_rank if engine.use_node_local_storage() else dist.get_rank()
-    files, optimizer = folder / OFFLOADED / f"rank{dp_index_to_str(rank)}", engine.optimizer
+    files = folder / OFFLOADED / f"rank{dp_index_to_str(rank)}"
+    optimizer = engine.optimizer
     if not files.is_dir():
         return
-    masters, states = state[FP32_FLAT_GROUPS], state[OPTIMIZER_STATE_DICT]["state"]
-    known, of_all = swapped_masters(optimizer), optimizer.fp32_partitioned_groups_flat
+    masters = state[FP32_FLAT_GROUPS]
+    states = state[OPTIMIZER_STATE_DICT]["state"]
+    known = swapped_masters(optimizer)
+    of_all = optimizer.fp32_partitioned_groups_flat
     # DeepSpeed counts the weights of all models in a process.
     found = [(int(match[1]), each.name) for each in files.iterdir() if (match := OF_MASTER.fullmatch(each.name))]
     if len(found) != len(known) or len(masters) != len(of_all):

@@ -85,7 +85,8 @@ class PeerCopies:
     def __init__(self, folder: Path, steps: int, device_type: str, classes: Sequence[Any]) -> None:
         """``steps``: the most optimizer steps that are repeated, 2 or more; ``classes``: those that files may hold."""
         self._folder, self._interval = folder, steps // 2
-        self._snapshot, self._classes = HostSnapshot(device_type), classes
+        self._snapshot = HostSnapshot(device_type)
+        self._classes = classes
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._own: list[RankFiles] = []
         self._held: list[RankFiles] = []
@@ -98,7 +99,8 @@ class PeerCopies:
         self._failure = ""
         """Why no copy is made any more."""
         self._thread: threading.Thread | None = None
-        self._ranks, self._is_closed = dist.get_world_size(), False
+        self._ranks = dist.get_world_size()
+        self._is_closed = False
         self._ring = PeerRing(self._receive, self._end_with)
         atexit.register(self._end)
         TERMINATION.add(self.save_all)
@@ -160,7 +162,9 @@ class PeerCopies:
         self._is_over.set()
         with self._saving:
             with self._lock:
-                found, self._own, self._held = [*self._own, *self._held], [], []
+                found = [*self._own, *self._held]
+                self._own = []
+                self._held = []
             found.sort(key=lambda each: each.step)
             try:
                 for each in found:

@@ -68,7 +68,8 @@ class PeerRing:
         """A name of this run that no other one has."""
         order = ring_order([each[3] for each in everyones])
         at = order.index(self.rank)
-        self.holder, self.held = order[(at + 1) % ranks], order[at - 1]
+        self.holder = order[(at + 1) % ranks]
+        self.held = order[at - 1]
         """The rank that holds this one's files, and the one whose files this one holds."""
         address, port, token, _ = everyones[self.holder]
         self._out = socket.create_connection((address, port), CONNECT_S)

@@ -49,7 +49,8 @@ class Reassembly:
         self.engine, self.written, self.partitions_alone = engine, written, partitions_alone
         self.layout: OptimizerLayout | None = None if partitions_alone else engine.optimizer_layout
         if engine.optimizer is not None and self.layout is None and not partitions_alone:
-            optimizer, mine = type(engine.optimizer).__name__, layout_description(engine)
+            optimizer = type(engine.optimizer).__name__
+            mine = layout_description(engine)
             raise CheckpointError(
                 f"{written.folder} was written at another layout ({written.layout}; this run: {mine}), and it is not "
                 f"known what {optimizer} holds where with the offloading of this config. What to do: the layout that "
@@ -135,11 +136,13 @@ class Reassembly:
         states: dict[int, State] = {}
         settings: dict[int, Mapping[str, Any]] = {}
         for key, run in layout.runs.items():
-            name, weight = names[key], self.weights[names[key]]
+            name = names[key]
+            weight = self.weights[names[key]]
             if name not in self.names:
                 continue
             settings[run.group] = settings.get(run.group) or self.written.settings(name)
-            mine, wanted = slice(run.start, run.start + run.numel), self._mine(weight, run.first, run.numel)
+            mine = slice(run.start, run.start + run.numel)
+            wanted = self._mine(weight, run.first, run.numel)
             if layout.values is not None:
                 flats[run.flat].view(-1)[mine] = (
                     self.written.value(name, wanted)

@@ -49,7 +49,8 @@ class WholeWeights(TopologyEngine):
 
         weights: dict[str, torch.Tensor] = {}
         with self._on_all_ranks("engine.whole_state_dict"):
-            holders, gather = self._holders(every_rank=False), self._gather
+            holders = self._holders(every_rank=False)
+            gather = self._gather
             # ZeRO-3 gathers over data ranks, which take part and keep nothing.
             needed = gather is _gathered and self.topology.rank("pp") == 0
             if holders.dense is not None or holders.experts is not None or needed:
@@ -131,7 +132,8 @@ class WholeWeights(TopologyEngine):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """DeepSpeed's, with whole weights where this rank has a part of the model."""
-        final, unfinished = Path(save_dir, save_filename), Path(save_dir, f".{save_filename}.unfinished")
+        final = Path(save_dir, save_filename)
+        unfinished = Path(save_dir, f".{save_filename}.unfinished")
         if not self.is_sharded:
             with self._on_all_ranks(SAVE_16BIT), _renamed_by_all(unfinished, final, self.module.state_dict()):
                 return bool(super().save_16bit_model(save_dir, unfinished.name, exclude_frozen_parameters))

@@ -54,7 +54,8 @@ def manifest_of(engine: Any, folder: Path, leaves_out_frozen: bool = False) -> M
     parts, of_model = {}, None
     if engine.has_manifests:
         files = _Files(engine, folder, layout, leaves_out_frozen)
-        parts, of_model = dict(files.parts()), files.of_model
+        parts = dict(files.parts())
+        of_model = files.of_model
     if not is_known:
         parts = {name: replace(part, value=None, state=None, group=None) for name, part in parts.items()}
     groups = [] if layout is None else [_settings(group) for group in layout.inner.param_groups]
@@ -148,7 +149,9 @@ class _Files:
         # Below ZeRO 3 a file of the model has the weight itself, where the optimizer's has float32 masters.
         narrow = _all_of(weight, file, way) if is_narrow and file is not None else None
         if self.layout is not None and (run := self.layout.runs.get(id(weight))) is not None:
-            values, states, group = self.layout.values, self.layout.states, run.group
+            values = self.layout.values
+            states = self.layout.states
+            group = run.group
             holder = self.of_zero if states[0] == ZERO else of_model
             if values is not None and holder is not None:
                 value = WrittenRun(holder, (*values, *run.keys), run.start, run.first, run.numel)
@@ -162,7 +165,8 @@ class _Files:
             return None
         if self.leaves_out_frozen and not weight.requires_grad:
             value = None
-        shape, shardings = unpartitioned_shape(weight), dict(placement.sharded)
+        shape = unpartitioned_shape(weight)
+        shardings = dict(placement.sharded)
         ranks = {axis: self.engine.topology.rank(axis) for axis in shardings}
         return WrittenPart(shape, shardings, ranks, value, state, group if state else None, str(weight.dtype), narrow)
 

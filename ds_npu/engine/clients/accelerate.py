@@ -29,7 +29,8 @@ def prepare_data_loader(original: Function) -> Function:
 
     @functools.wraps(original)
     def prepared(*args: Any, **kwargs: Any) -> Any:
-        bound, degrees = signature.bind(*args, **kwargs), sharing_degrees()
+        bound = signature.bind(*args, **kwargs)
+        degrees = sharing_degrees()
         if degrees is not None:
             position = {"num_processes": degrees.dp, "process_index": data_rank_of(degrees)}
             bound.arguments.update(position, torch_device_mesh=None)
@@ -49,7 +50,8 @@ def dispatcher_init(original: Function) -> Function:
             return
         # The loader asks for no more of accelerate's state: global rank 0 reads a batch for each data rank.
         self.state = SimpleNamespace(num_processes=degrees.dp, process_index=dist.get_rank(), device=self.state.device)
-        cut, data_rank = self.slice_fn, data_rank_of(degrees)
+        cut = self.slice_fn
+        data_rank = data_rank_of(degrees)
 
         def slice_of_data_rank(data: Any, chosen: slice, process_index: int, num_processes: int) -> Any:
             # A slice from 0 is rank 0's, or the one that every rank keeps to complete the last batch with.
@@ -235,12 +237,14 @@ def _states() -> list[Any]:
 def _showing(states: list[Any], count: int, index: int) -> Iterator[None]:
     before = [(each.num_processes, each.process_index) for each in states]
     for each in states:
-        each.num_processes, each.process_index = count, index
+        each.num_processes = count
+        each.process_index = index
     try:
         yield
     finally:
         for each, (number, index) in zip(states, before, strict=True):
-            each.num_processes, each.process_index = number, index
+            each.num_processes = number
+            each.process_index = index
 
 
 def _once(gathered: Any, degrees: Degrees) -> Any:

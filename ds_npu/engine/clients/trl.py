@@ -83,7 +83,9 @@ def know_data_ranks(original: Function) -> Function:
     @functools.wraps(original)
     def known(self: Any) -> None:
         original(self)
-        stack, config, state = _COUNTING.get(), self.hf_deepspeed_config, self.distributed_state
+        stack = _COUNTING.get()
+        config = self.hf_deepspeed_config
+        state = self.distributed_state
         degrees = None if stack is None or config is None else degrees_of(config.config, state)
         if stack is not None and degrees is not None:
             stack.enter_context(showing_data_ranks(degrees, [state]))

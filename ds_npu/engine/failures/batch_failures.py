@@ -157,7 +157,8 @@ class BatchInStages:
         self._name, self._number = name, number
         self._loaders = 2 * len(ranks) // failures.topology.size("pp")
         """The number of ranks in first and last stages."""
-        self._store, self._rank = failures.record.store, failures.record.rank
+        self._store = failures.record.store
+        self._rank = failures.record.rank
         self._random = generator_states(failures.device_type)
         self._error: Exception | None = None
         self.checksum: BatchChecksum | None = None
@@ -194,12 +195,14 @@ class BatchInStages:
         of all that load is at its end.
         """
         # One number: how many ranks have come, above it how many have failed, above that the sum of their shares.
-        ranks, width = len(self._ranks), len(self._ranks).bit_length()
+        ranks = len(self._ranks)
+        width = len(self._ranks).bit_length()
         mine = 1 + (self.has_failed << width) + (self._share(62 - 3 * width) << 2 * width)
         come = self._store.add(self._key(self._number), mine)
         if come % (1 << width) == ranks:
             self._forget(self._number - 1)
-            failed, differ = (come >> width) % (1 << width) > 0, come >> 2 * width != 0
+            failed = (come >> width) % (1 << width) > 0
+            differ = come >> 2 * width != 0
             outcome = self._first(differ) if failed else DIFFERENT if differ else NONE
             self._store.set(self._outcome(self._number), outcome)
         outcome = self._met()
@@ -234,7 +237,9 @@ class BatchInStages:
 
         The store's own wait would keep it from this process's other threads, and would not end with a dead rank.
         """
-        key, begun, ended = self._outcome(self._number), time.monotonic(), math.inf
+        key = self._outcome(self._number)
+        begun = time.monotonic()
+        ended = math.inf
         timeout_s = self._failures.record.timeout_s
         while not self._store.check([key]):
             now = time.monotonic()

@@ -70,7 +70,8 @@ class Hook:
 
     def install(self) -> None:
         if sys.excepthook is not self:
-            self.below, sys.excepthook = sys.excepthook, self
+            self.below = sys.excepthook
+            sys.excepthook = self
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if self.is_showing:  # Called by a hook that was put above this one, and is now below it.

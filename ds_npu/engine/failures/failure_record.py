@@ -53,7 +53,8 @@ def rank_numbers() -> tuple[int, int, int]:
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
     else:
-        rank, ranks = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        rank = _number("RANK", 0)
+        ranks = _number("WORLD_SIZE", 1)
     return rank, ranks, _number("LOCAL_RANK", rank)
 
 
@@ -178,7 +179,8 @@ class FailureRecord:
 def _silent() -> Iterator[None]:
     """Let only ds_npu's log reach the screen: a store that goes meanwhile complains in C++, with a stack."""
     sys.stderr.flush()
-    screen, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    screen = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     handlers = [each for each in logger().handlers if isinstance(each, logging.StreamHandler)]
     before = [each.stream for each in handlers]
     try:

@@ -154,7 +154,9 @@ def _meet(record: FailureRecord, name: str, number: int) -> None:
     elif store.add(f"ranks in joint call {number}", 1) == record.ranks:
         _settle(record, number, ALL)
     timeout_s = record.timeout_s
-    begun, pause, has_warned = time.monotonic(), 0.001, False
+    begun = time.monotonic()
+    pause = 0.001
+    has_warned = False
     while not store.check([_outcome(number)]):
         waited = time.monotonic() - begun
         if waited > timeout_s:

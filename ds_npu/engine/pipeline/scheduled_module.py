@@ -123,7 +123,8 @@ class ScheduledModule:
 
         Where it raises there are no gradients.
         """
-        engine, schedule = self.engine, self.layout.make(count)
+        engine = self.engine
+        schedule = self.layout.make(count)
         stage = _StageOfModule(engine, self.held)
         batch = self.failures.begin(schedule, trains=True)
         try:

@@ -58,7 +58,9 @@ class StageOutputs:
     """The outputs of batches, on all ranks along pp: those of ``last_rank`` of ``group`` are given to the others."""
 
     def __init__(self, group: dist.ProcessGroup, last_rank: int, device: torch.device) -> None:
-        self._group, self._last, self._device = group, last_rank, device
+        self._group = group
+        self._last = last_rank
+        self._device = device
         self._is_last = dist.get_rank(group) == last_rank
         self._forms: dict[Any, OutputForm] = {}
 

@@ -168,7 +168,8 @@ class ChunkedModel:
     ) -> torch.Tensor:
         """Wrap of a head's forward: logits, deferred logits, or the loss that is ``asked`` for."""
         if asked is not None:
-            weight, bias = head.get_parameter("weight"), head.bias
+            weight = head.get_parameter("weight")
+            bias = head.bias
             assert bias is None or isinstance(bias, torch.Tensor)
             with self.chunks.around(_head_of(hidden, weight, asked.transform)):
                 return loss(hidden, weight, bias, asked.targets, asked.transform, self.chunks.tokens)

@@ -55,7 +55,8 @@ def _parts(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
 
 
 def _declare(value: ChunkedLossTokens, build: Build) -> Iterable[Change]:
-    stages, known = stages_in(build.model), loss_chunks_of(build.model)
+    stages = stages_in(build.model)
+    known = loss_chunks_of(build.model)
     if not value:
         return
     if known is not None and not isinstance(value, str):

@@ -65,7 +65,9 @@ def _algorithm(section: ContextParallelSection, build: Build) -> ContextAlgorith
 
     Raises ConfigError where no algorithm is possible with the model's number of heads.
     """
-    degrees, plan, machine = build.topology.degrees, build.partial_plan, build.machine
+    degrees = build.topology.degrees
+    plan = build.partial_plan
+    machine = build.machine
     # The attention with the fewest heads limits Ulysses most.
     shape = min(plan.attentions.values(), key=lambda each: each.heads, default=None)
     found = algorithms(section, degrees.cp)

@@ -98,7 +98,10 @@ class SequenceShardForward:
         first = next((given[name] for name in OF_TOKENS if given.get(name) is not None), None)
         if first is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")
-        samples, length, device, axis = int(first.shape[0]), int(first.shape[1]), first.device, self.choice.axis
+        samples = int(first.shape[0])
+        length = int(first.shape[1])
+        device = first.device
+        axis = self.choice.axis
         self._check(given, samples, length)
         shifted = self.loss is None or self.loss.shifted
         targets = Targets(given, shifted)

@@ -59,14 +59,16 @@ class LossShare:
         ``loss`` is what the model made of the share: it may add the routers' auxiliary loss, which is whole on each
         rank. Raises ValueError where it made anything else of it.
         """
-        run, who = self.loss.run_of(micro_batch), type(self.model).__name__
+        run = self.loss.run_of(micro_batch)
+        who = type(self.model).__name__
         if run.computed is None or run.calls != 1:
             raise ValueError(
                 f"{who} called its loss_function {run.calls} times in a forward with labels, so its loss is its own, "
                 "and the share of this rank's tokens is not known. What to do: give it no labels, and compute the loss "
                 "from its logits"
             )
-        whole, added = reduce(run.computed, batch.group), run.added(loss)
+        whole = reduce(run.computed, batch.group)
+        added = run.added(loss)
         if added is None:
             return whole
         if not batch.gathers_routers:

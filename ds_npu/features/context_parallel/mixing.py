@@ -61,7 +61,8 @@ def check_mixing(inner: HuggingFaceModel, roles: Mapping[nn.Module, Role]) -> No
 
     ``roles``: those that are known of its modules, or that the user gave them.
     """
-    who, decoder = f"ds_npu.parallel.context: {type(inner).__name__}", decoder_of(inner)
+    who = f"ds_npu.parallel.context: {type(inner).__name__}"
+    decoder = decoder_of(inner)
     linear = linear_attentions(decoder)
     for name, layer in linear.items():
         for why in misfits(layer):

@@ -45,7 +45,8 @@ class SequenceShardAttention:
         batch = self.running_batch.require("an attention mask")
         if isinstance(batch, UnshardedBatch):
             return masks.attention_mask(**arguments)
-        keys, offsets = arguments["kv_length"], (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
+        keys = arguments["kv_length"]
+        offsets = (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
         # A static cache's offsets are on the device, which the host does not wait for.
         here = not any(isinstance(offset, torch.Tensor) for offset in offsets) and offsets == (0, 0)
         if not here or arguments["q_length"] != batch.count or keys not in (batch.count, batch.tokens.length):
@@ -80,7 +81,8 @@ class SequenceShardAttention:
         """The attention function (see ``attention_function``) of this rank's tokens: [B, N, S / cp, D]."""
         self.not_called.pop(module, None)
         if isinstance(attention_mask, SequenceShardMask):
-            batch, given = attention_mask.batch, attention_mask.mask
+            batch = attention_mask.batch
+            given = attention_mask.mask
         else:
             found = self.running_batch.require("attention")
             if isinstance(found, UnshardedBatch):
@@ -115,7 +117,8 @@ class SequenceShardAttention:
 
 def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:
     """``band`` and the padding: a mask of the whole sequence where no documents express the padding."""
-    padding, length = batch.visibility.padding, batch.tokens.length
+    padding = batch.visibility.padding
+    length = batch.tokens.length
     if batch.visibility.dense is not None:
         return Mask(dense=batch.visibility.dense)
     if padding is None:
@@ -127,7 +130,9 @@ def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:
 
 def _in_chunks(pattern: masks.Pattern, size: int, batch: ShardedBatch) -> Mask:
     """A mask of the whole sequence [B or 1, 1, S, S], where no document hides anything between chunks of ``size``."""
-    padding, length, device = batch.visibility.padding, batch.tokens.length, batch.device
+    padding = batch.visibility.padding
+    length = batch.tokens.length
+    device = batch.device
     if batch.visibility.documents is not None:
         _refuse("packed documents, or padding at the ends of samples, in chunked attention", "samples without padding")
     band = _with_padding(Mask(pattern.before, pattern.after), batch)

@@ -68,7 +68,8 @@ class BatchArguments:
 
     def visibility(self) -> Visibility:
         """The Visibility of the batch; raises ValueError for arguments that contradict each other or are not known."""
-        mask, ends = self.given.get("attention_mask"), [self.given.get(name) for name in CUMULATIVE]
+        mask = self.given.get("attention_mask")
+        ends = [self.given.get(name) for name in CUMULATIVE]
         if any(each is not None for each in ends):
             if mask is not None or any(each is None for each in ends):
                 raise ValueError(
@@ -77,7 +78,8 @@ class BatchArguments:
                 )
             return Visibility(self._cumulative(*ends))
         if mask is None:
-            packed, numbers = self._packed(self.given.get("position_ids")), self.given.get("seq_idx")
+            packed = self._packed(self.given.get("position_ids"))
+            numbers = self.given.get("seq_idx")
             return self._numbered(numbers) if packed is EVERYTHING and numbers is not None else packed
         if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
             found = f"{mask.dim()} dims" if isinstance(mask, torch.Tensor) else type(mask).__name__
@@ -137,7 +139,8 @@ class BatchArguments:
             positions = tokens.nonzero().flatten()
             if not len(positions):
                 continue
-            first, past = int(positions[0]), int(positions[-1]) + 1
+            first = int(positions[0])
+            past = int(positions[-1]) + 1
             # The loss counts a row of padding with a target, and the mask says what it sees, which documents cannot.
             counts = targets[past:].any() or (not self.shifted and targets[:first].any())
             if past - first != len(positions) or counts:
@@ -210,7 +213,8 @@ class ShardedBatch:
     def kept(self) -> torch.Tensor | None:
         """[B, this rank's tokens, 1], False for padding, which transformers' linear attention takes as zeros; None
         where there is none."""
-        padding, documents = self.visibility.padding, self.visibility.documents
+        padding = self.visibility.padding
+        documents = self.visibility.documents
         size = self.samples * self.tokens.length
         if padding is None and (documents is None or sum(map(len, documents)) == size):
             return None

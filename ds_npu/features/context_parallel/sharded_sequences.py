@@ -102,7 +102,8 @@ class _SequenceSharder:
         self.running_batch = RunningBatch()
 
     def changes(self, plan: ModelPlan, topology: Topology) -> Iterator[Change]:
-        inner, running_batch = self.inner, self.running_batch
+        inner = self.inner
+        running_batch = self.running_batch
         values = ValueExchangeOverlap(self.model, plan, topology, running_batch)
         attention = SequenceShardAttention(running_batch, values)
         attention.not_called = {module: name for name, module in attentions_of(inner).items()}
@@ -165,7 +166,8 @@ class _SequenceSharder:
 
 def shardable_model(model: nn.Module, plan: ModelPlan) -> HuggingFaceModel:
     """The one model of transformers that ``model`` is or holds; raises ValueError where it cannot be sharded."""
-    found, who = outermost_hugging_face_models(model), type(model).__name__
+    found = outermost_hugging_face_models(model)
+    who = type(model).__name__
     if len(found) != 1:
         raise ValueError(f"{who} holds {len(found)} models of transformers; ds_npu.parallel.context shards one")
     (inner,) = found
@@ -217,7 +219,8 @@ def _owns_positions(inner: nn.Module) -> bool:
 
 def depends_on_length(rotary: nn.Module) -> bool:
     """Whether the angles that ``rotary`` computes depend on the largest of its position_ids."""
-    kind, kinds = attribute(rotary, "rope_type", str), attribute(rotary, "rope_type", dict)
+    kind = attribute(rotary, "rope_type", str)
+    kinds = attribute(rotary, "rope_type", dict)
     names = (kinds or {}).values() if kind is None else [kind]
     return any(isinstance(name, str) and any(kind in name for kind in BY_LENGTH) for name in names)
 
@@ -245,7 +248,8 @@ def gather_router_logits(decoder: nn.Module, running_batch: RunningBatch) -> Non
     """
 
     def gathered(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        out, batch = forward(*args, **kwargs), running_batch.sharded
+        out = forward(*args, **kwargs)
+        batch = running_batch.sharded
         if batch is not None and isinstance(out, dict) and out.get(ROUTER_LOGITS) is not None:
             by_sample = (each.view(batch.samples, -1, each.shape[-1]) for each in out[ROUTER_LOGITS])
             out[ROUTER_LOGITS] = tuple(batch.gather(each).flatten(0, 1) for each in by_sample)

@@ -69,7 +69,8 @@ class ValueExchangeOverlap:
         _args: tuple[torch.Tensor, ...],
         out: torch.Tensor,
     ) -> None:
-        micro_batch, batch = running(), self.running_batch.sharded
+        micro_batch = running()
+        batch = self.running_batch.sharded
         if micro_batch is None or batch is None or batch.axis.algorithm.ulysses == 1 or attention in self._changed:
             return
         if projection._backward_hooks or projection._backward_pre_hooks:

@@ -102,7 +102,8 @@ class Dumping:
         """Say at the end of the run which steps never came."""
         # A reference model's engine has the same config, and never trains.
         if self.missing and self.engine.global_steps > 0 and self.records.file.header["rank"] == 0:
-            steps, ended = _listed(self.missing), self.engine.global_steps
+            steps = _listed(self.missing)
+            ended = self.engine.global_steps
             logger().warning("%s.steps: %s never came: the run ended behind step %d", KEY, steps, ended - 1)
 
 
@@ -145,7 +146,8 @@ def _announced(section: DumpSection, engine: TrainingEngine, borders: Sequence[s
     """Lines for people: how much is written, and what is not."""
     weights = list(engine.module.parameters())
     records = 5 * len(weights)
-    size, of_forward = 400 * records / 2**20, 600 * len(borders) / 2**10
+    size = 400 * records / 2**20
+    of_forward = 600 * len(borders) / 2**10
     text = f"about {size:.1f} MiB for each rank, and {of_forward:.0f} KiB for each micro-batch"
     if section.what == "tensors":
         numbers = sum(weight.numel() * weight.element_size() for weight in weights)

@@ -123,7 +123,9 @@ class StepRecords:
             self.hooks.pop().remove()
         if self.is_open:
             unwrap_forward(self.engine.module, self._wrapper)
-        self.is_open, self.forwards, self.recorded = False, {}, []
+        self.is_open = False
+        self.forwards = {}
+        self.recorded = []
 
     def record_gradients(self) -> None:
         """Record the reduced gradients, without a loss scale."""
@@ -138,7 +140,8 @@ class StepRecords:
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         model = self.engine.module
-        states, stages = BORDER_STATES.of(running()), stages_in(model)
+        states = BORDER_STATES.of(running())
+        stages = stages_in(model)
         if not (model.training and torch.is_grad_enabled()) or (stages and states is None):
             return forward(*args, **kwargs)
         stage = 0 if states is None else states.stage.index

@@ -48,7 +48,8 @@ def adapter_changes(model: nn.Module, experts: str, layout: Layout, topology: To
         factors = _Factors(wrapper, layout, topology)
         for leaf in (FIRST, SECOND):
             for adapter, linear in modules[f"{outer}.{leaf}"].named_children():
-                name, factor = f"{outer}.{leaf}.{adapter}.weight", linear.get_parameter("weight")
+                name = f"{outer}.{leaf}.{adapter}.weight"
+                factor = linear.get_parameter("weight")
                 yield expert_shard(name, factor, factors.shardings(name, factor, leaf), topology)
         yield Change("sets", outer, f"{COUNT}, get_delta_factors, get_delta_weight", factors.install)
 
@@ -82,8 +83,11 @@ class _Factors:
 
     def shardings(self, name: str, factor: nn.Parameter, leaf: str) -> dict[Axis, Sharding]:
         """The shardings of the ``factor`` A [E * r, in] or B [out, r * E]."""
-        shape, ep, etp = factor.shape, self.topology.size("ep"), self.topology.size("etp")
-        dim, count = 1 if leaf == FIRST else 0, self.layout.count
+        shape = factor.shape
+        ep = self.topology.size("ep")
+        etp = self.topology.size("etp")
+        dim = 1 if leaf == FIRST else 0
+        count = self.layout.count
         if leaf == FIRST:
             by_experts = shard_sections(0, [shape[0]], ep, unit=shape[0] // count)
         else:
@@ -113,7 +117,8 @@ class _Factors:
         """(left [E, n, r], right [E, r, m], scaling) of this rank; their product is added to the parameter."""
         a = self._whole(FIRST, self.wrapper.lora_A[adapter].weight)
         b = self._whole(SECOND, self.wrapper.lora_B[adapter].weight)
-        count, dtype = self.layout.count // self.topology.size("ep"), self.wrapper.get_param().dtype
+        count = self.layout.count // self.topology.size("ep")
+        dtype = self.wrapper.get_param().dtype
         a_ErK = a.reshape(count, -1, a.shape[1]).to(dtype)
         b_ENr = b.reshape(b.shape[0], -1, count).permute(2, 0, 1).to(dtype)
         scaling: float = self.wrapper.scaling[adapter]

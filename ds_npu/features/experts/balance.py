@@ -41,7 +41,9 @@ def balance_changes(section: MoeSection, build: Build, layouts: Iterable[str]) -
     if not section.has_losses:
         return
     model, names = build.model, list(layouts)
-    aux, over, z = section.aux_loss.coefficient or 0.0, section.aux_loss.over, section.z_loss or 0.0
+    aux = section.aux_loss.coefficient or 0.0
+    over = section.aux_loss.over
+    z = section.z_loss or 0.0
     routers = {name: _router(model, name, needs_scores=aux > 0) for name in names}
     for name, router in routers.items():
         yield Change("hooks", name, "its choices are collected", partial(collect_ids, name, model.get_submodule(name)))
@@ -95,7 +97,8 @@ class _BalancedForward:
         return out
 
     def _added(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
-        loss, items = self._loss(collected, given), given.get("num_items_in_batch")
+        loss = self._loss(collected, given)
+        items = given.get("num_items_in_batch")
         # The model divides by the labels of several micro-batches and sums their losses: scale this loss by its share.
         added = loss if items is None else loss * (_labels(given) / items)
         _refuse_other_losses(added, [each for layer in collected.logits.values() for each in layer], self.model)

@@ -47,7 +47,9 @@ class CapacityLimit:
         """The limit of the module ``name``; None without one."""
         if section.capacity_factor is None:
             return None
-        policy, pads, pieces = section.capacity_policy, section.pad_to_capacity, 2 if section.overlap else 1
+        policy = section.capacity_policy
+        pads = section.pad_to_capacity
+        pieces = 2 if section.overlap else 1
         return CapacityLimit(section.capacity_factor, policy, pads, pieces, experts, names.generic(name))
 
     def __str__(self) -> str:

@@ -252,7 +252,8 @@ def rows_away(experts: int, choices: int, ep: int, etp: int = 1) -> float:
 
 def traffic(section: MoeSection, build: Build, layouts: dict[str, Layout]) -> list[str]:
     """Lines for people, one for each kind of layer; none where nothing is sent, or the choices are not known."""
-    ep, etp = build.topology.size("ep"), build.topology.size("etp")
+    ep = build.topology.size("ep")
+    etp = build.topology.size("etp")
     config = config_of(build.model)
     choices = None if config is None else setting(config.get_text_config(), "num_experts_per_tok", int)
     if ep * etp == 1 or choices is None:

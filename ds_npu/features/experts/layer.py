@@ -45,7 +45,8 @@ class ExpertLayer:
 
         def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
             x, ids, weights = (*args, *(kwargs[each] for each in parameters[len(args) :]))
-            experts, kind = self.layout.weights(module, self.axis), x.device.type
+            experts = self.layout.weights(module, self.axis)
+            kind = x.device.type
             if (product := PRODUCT.get(module)) is not None:
                 experts = replace(experts, product=product)
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else experts.up.dtype

@@ -60,7 +60,9 @@ class ExpertLoad:
 
     def __init__(self, experts: Mapping[str, int], factor: float | None, groups: tuple[dist.ProcessGroup, ...]) -> None:
         """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` of ranks with other tokens."""
-        self.experts, self.factor, self._groups = dict(experts), factor, groups
+        self.experts = dict(experts)
+        self.factor = factor
+        self._groups = groups
         self._counts: torch.Tensor | None = None
 
     def parts(self, counts: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -66,14 +66,16 @@ def _height(experts: int) -> int:
 
 def _map(name: str, columns: list[list[int]], steps: list[int], corner: tuple[int, int]) -> Iterator[str]:
     x, y = corner
-    experts, height = len(columns[0]), _height(len(columns[0]))
+    experts = len(columns[0])
+    height = _height(len(columns[0]))
     whole = [sum(each) for each in zip(*columns, strict=True)]
     title, small = {"font_size": "12"}, {"font_size": "10", "fill": "#444444"}
     worst = max(whole) * experts / max(1, sum(whole))
     yield text(x + LABEL, y - 6, f"{name}: the most loaded expert has {worst:.2f} x the mean of all steps", **title)
     cells = [[_palette_index(column, expert) for column in columns] for expert in range(experts)]
     # Cells of several pixels: viewers blur what they enlarge.
-    wide, high = -(-WIDTH // len(columns)), -(-height // experts)
+    wide = -(-WIDTH // len(columns))
+    high = -(-height // experts)
     pixels = [[cell for cell in row for _ in range(wide)] for row in cells for _ in range(high)]
     yield _image((x + LABEL, y), (WIDTH, height), pixels, style="image-rendering:pixelated")
     yield rect(x + LABEL, y, WIDTH, height, fill="none", stroke="#888888")

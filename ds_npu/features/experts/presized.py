@@ -60,7 +60,8 @@ class PresizedForward:
 
     def plans(self, name: str, plans: Sequence[AllToAllPlan]) -> Sequence[Plan]:
         """``ExpertOptions.presize`` of the experts ``name``."""
-        sizes, needs = _SIZES.of(running()), _NEEDS.of(running())
+        sizes = _SIZES.of(running())
+        needs = _NEEDS.of(running())
         if sizes is None:
             if is_in_backward():
                 raise RuntimeError(
@@ -126,7 +127,8 @@ class PresizedForward:
         found = torch.split(numbers[1:], [len(each) for each in needed.values()])
         for piece, each in zip(needed, found, strict=True):
             self._largest[piece] = torch.maximum(each, self._largest.get(piece, each))
-        fits, self.forwards = not numbers[0], self.forwards + 1
+        fits = not numbers[0]
+        self.forwards = self.forwards + 1
         if self.forwards % FORWARDS == 0:
             self._resize()
             self._largest = {}
@@ -137,7 +139,8 @@ class PresizedForward:
     def _resize(self) -> None:
         between_ranks = self._topology.size("ep", "etp") ** 2
         for piece, largest in self._largest.items():
-            rows, pairs = largest[:between_ranks].double(), largest[between_ranks:].double()
+            rows = largest[:between_ranks].double()
+            pairs = largest[between_ranks:].double()
             # Two ranks that exchanged few rows may later exchange as many as any other two.
             even = torch.cat([each.clamp(min=each.mean()) for each in (rows, pairs)])
             numbers = (even * self._margin).ceil().long()
@@ -151,7 +154,8 @@ class PresizedForward:
         The ranks of an expert axis know the same already.
         """
         topology = self._topology
-        experts, dense = topology.size("ep", "etp"), topology.size("cp") * topology.size("tp")
+        experts = topology.size("ep", "etp")
+        dense = topology.size("cp") * topology.size("tp")
         axes: list[tuple[Axis, ...]] = [("tp",), ("cp",)]
         is_nested = experts % dense == 0 or dense % experts == 0
         # ZeRO 3 gathers over all ranks.

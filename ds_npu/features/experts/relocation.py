@@ -77,7 +77,8 @@ class Relocation:
         moved, before_bytes = [], self.sent_bytes
         loads_of = summed_loads(self._engine.module, self._topology)
         for name, (module, mapped) in self._layers.items():
-            before, loads = mapped.expert_map, loads_of[name]
+            before = mapped.expert_map
+            loads = loads_of[name]
             after = map_by_load(loads, before)
             if after != before:
                 self._move(module, before, after)
@@ -91,7 +92,8 @@ class Relocation:
             logger().info(text, ", ".join(moved), sent)
 
     def _move(self, module: nn.Module, before: ExpertMap, after: ExpertMap) -> None:
-        moves, group = list(moves_between(before, after)), self._topology.group(*VIEW)
+        moves = list(moves_between(before, after))
+        group = self._topology.group(*VIEW)
         for parameter in _weights(module):
             for held in self._elements.of(parameter):
                 self.sent_bytes += exchange_experts(held, _size(parameter, before), moves, group)

@@ -143,7 +143,8 @@ def collect_logits(experts: str, router: Router) -> None:
     """Collect, under the name ``experts``, the logits of ``router``, with their graph."""
 
     def routed(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        out, collected = forward(*args, **kwargs), _COLLECTED.of(running())
+        out = forward(*args, **kwargs)
+        collected = _COLLECTED.of(running())
         if collected is None:
             return out
         if not torch.is_grad_enabled():

@@ -30,7 +30,8 @@ FUSED_KEYS: Mark[frozenset[str]] = Mark("fused ops")
 
 def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Say how the transformers models in ``model`` come to compute their attention with ``ops.attention``."""
-    reason, changes = "", exchanges_of_attention(model, "ds_npu's", partial(use_attention, model))
+    reason = ""
+    changes = exchanges_of_attention(model, "ds_npu's", partial(use_attention, model))
     try:
         check_exchangeable(model)
     except (TypeError, ValueError) as error:

@@ -34,7 +34,8 @@ def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
     """Say how ``ops.swiglu`` goes into every MLP, and all experts, of ``plan`` that compute the same."""
     compared: dict[Hashable, str | None] = {}
     for name in plan.named(Role.MLP):
-        module, linears = model.get_submodule(name), _linears(plan, name)
+        module = model.get_submodule(name)
+        linears = _linears(plan, name)
         fused = _with_operator(module, linears)
         like = likeness(module), tuple(linears.items())
         reason = compared[like] if like in compared else compared.setdefault(like, _differs(module, fused))
@@ -62,11 +63,14 @@ Fused = tuple[functools.partial[torch.Tensor], Mapping[str, tuple[int, int]]]
 def _with_operator(module: nn.Module, linears: dict[Role, str]) -> Fused | None:
     """``module`` with the operator; None for an MLP without a gate."""
     if set(linears) == {Role.GATE, Role.UP, Role.DOWN}:
-        gate, up, down = linears[Role.GATE], linears[Role.UP], linears[Role.DOWN]
+        gate = linears[Role.GATE]
+        up = linears[Role.UP]
+        down = linears[Role.DOWN]
         ours = functools.partial(with_two_linears, module, gate, up, down)
         return ours, {gate: (K, N), up: (K, N), down: (N, K)}
     if set(linears) == {Role.GATE_UP, Role.DOWN}:
-        gate_up, down = linears[Role.GATE_UP], linears[Role.DOWN]
+        gate_up = linears[Role.GATE_UP]
+        down = linears[Role.DOWN]
         return functools.partial(with_one_linear, module, gate_up, down), {gate_up: (K, 2 * N), down: (N, K)}
     return None
 

@@ -67,7 +67,8 @@ def both(
 
     The arguments behind ``rotate`` are those of ``apply_rotary_pos_emb`` in transformers 5.
     """
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
     return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
@@ -138,9 +139,11 @@ def _equal(theirs: Callable[..., Pair]) -> Callable[..., Pair] | str:
     if parameters not in SIGNATURES:
         return f"takes other arguments than are known: {', '.join(parameters)}"
     with isolated_on_cpu() as generator:
-        q_BNSD, k_BNSD = random_input(generator, 2, 4, 5, 8), random_input(generator, 2, 2, 5, 8)
+        q_BNSD = random_input(generator, 2, 4, 5, 8)
+        k_BNSD = random_input(generator, 2, 2, 5, 8)
         q_BSND, k_BSND = (x.detach().transpose(1, 2).requires_grad_() for x in (q_BNSD, k_BNSD))
-        cos, sin = random_input(generator, 2, 5, 8), random_input(generator, 2, 5, 8)
+        cos = random_input(generator, 2, 5, 8)
+        sin = random_input(generator, 2, 5, 8)
         for rotate in ROTATIONS:
             ours = SIGNATURES[parameters](rotate)
             heads_second = computes_the_same(theirs, ours, q_BNSD, k_BNSD, cos, sin)

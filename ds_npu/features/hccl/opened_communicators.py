@@ -60,7 +60,8 @@ def open_communicators(plan: CommunicatorPlan, topology: Topology, planned: Sequ
 
 
 def _warn_of_options(name: str, group: dist.ProcessGroup, plan: CommunicatorPlan) -> None:
-    asked, has = plan.hccl.options(name, None), hccl_config_of(group)
+    asked = plan.hccl.options(name, None)
+    has = hccl_config_of(group)
     if other := {key: value for key, value in asked.items() if has.get(key) != value}:
         logger().warning(
             "ds_npu.hccl: the communicator %s was open before the engine was made, without %s, which are ignored. What "

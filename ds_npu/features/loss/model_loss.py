@@ -139,7 +139,8 @@ class ModelLoss:
         function = self.own
         for level in reversed(self.keys):
             function = partial(self._links[level].function, function)
-        computed, run = function(*args, **kwargs), self._run.of(running())
+        computed = function(*args, **kwargs)
+        run = self._run.of(running())
         return computed if run is None else run.record(computed)
 
 

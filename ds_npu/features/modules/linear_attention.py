@@ -56,7 +56,8 @@ def linear_attention_forward(layer: nn.Module, hidden_BSD: torch.Tensor, sequenc
 
 
 def _gated_delta(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    key, value = _number(layer, "head_k_dim"), _number(layer, "head_v_dim")
+    key = _number(layer, "head_k_dim")
+    value = _number(layer, "head_v_dim")
     shared = _number(layer, "num_v_heads") // _number(layer, "num_k_heads")
     mixed, z, b, a = _delta_projections(layer, hidden, shared)
     key_heads = mixed.shape[-1] // (2 * key + shared * value)
@@ -67,7 +68,8 @@ def _gated_delta(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -
         q, k, v = torch.split(functional.silu(sequences.convolve(mixed, part_of(layer, *CONVOLUTIONS))), widths, -1)
         q, k = (_normalised(each, key).repeat_interleave(shared, 2) for each in (q, k))
         step = functional.softplus(for_accumulation(a) + _parameter(layer, "dt_bias"))
-        decay, beta = -_parameter(layer, "A_log").exp() * step, largest * b.sigmoid()
+        decay = -_parameter(layer, "A_log").exp() * step
+        beta = largest * b.sigmoid()
         return sequences.attend(Recurrence(q * key**-0.5, k, torch.unflatten(v, -1, (-1, value)), decay, beta))
 
     out = sequences.compute(mix, mixed, b, a)
@@ -94,7 +96,8 @@ def _delta_projections(layer: nn.Module, hidden: torch.Tensor, shared: int) -> t
             projected("a_proj", "in_proj_a"),
         )
     # Head of keys by head of keys, with the heads of values that share it.
-    key, values = _number(layer, "head_k_dim"), shared * _number(layer, "head_v_dim")
+    key = _number(layer, "head_k_dim")
+    values = shared * _number(layer, "head_v_dim")
     by_head = torch.unflatten(projected("in_proj_qkvz"), -1, (-1, 2 * key + 2 * values))
     q, k, v, z = (each.flatten(2) for each in torch.split(by_head, [key, key, values, values], -1))
     b, a = (each.flatten(2) for each in torch.unflatten(projected("in_proj_ba"), -1, (-1, 2 * shared)).chunk(2, -1))
@@ -108,12 +111,15 @@ def _normalised(x: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _state_space(layer: nn.Module, hidden: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    width, state = _number(layer, "head_dim"), _number(layer, "ssm_state_size")
-    groups, heads = _number(layer, "n_groups"), len(_parameter(layer, "A_log"))
+    width = _number(layer, "head_dim")
+    state = _number(layer, "ssm_state_size")
+    groups = _number(layer, "n_groups")
+    heads = len(_parameter(layer, "A_log"))
     inner = heads * width
     least, most = attribute(layer, "time_step_limit", tuple) or (0.0, torch.inf)
     # Falcon-H1 multiplies what goes in, and each column of what comes out.
-    scale, scales = attribute(layer, "ssm_in_multiplier", float), dict(layer.named_buffers(recurse=False))
+    scale = attribute(layer, "ssm_in_multiplier", float)
+    scales = dict(layer.named_buffers(recurse=False))
     projected = layer.get_submodule("in_proj")(hidden if scale is None else hidden * scale)
     projected = projected * scales["mup_vector"] if "mup_vector" in scales else projected
     gate, mixed, dt = torch.split(projected, [inner, inner + 2 * groups * state, heads], -1)

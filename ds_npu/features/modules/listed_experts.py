@@ -92,7 +92,8 @@ class ListedLayout:
         # The dim that etp does not shard; other ranks along ep hold none of it.
         dim, size = (0, self.hidden) if is_down else (1, self.hidden)
         if name.endswith(".bias"):
-            dim, size = 0, self.hidden if is_down else self.outputs
+            dim = 0
+            size = self.hidden if is_down else self.outputs
         holder = int(index) // (self.count // ep)
         found: dict[Axis, Sharding] = {
             "ep": Sharding(dim, size, tuple(((0, size),) if rank == holder else () for rank in range(ep)))
@@ -224,7 +225,8 @@ def _routes(module: nn.Module, prefix: str, count: int, hidden: int, generator: 
 
     children = {prefix[:-1]: experts} if prefix else dict(experts.named_children())
     theirs = forward_of_copy(module, {}, children)
-    x, weights = random_input(generator, TOKENS, hidden), random_input(generator, TOKENS, chosen)
+    x = random_input(generator, TOKENS, hidden)
+    weights = random_input(generator, TOKENS, chosen)
     return computes_the_same(lambda x, weights: theirs(x, ids, weights), ours, x, weights)
 
 

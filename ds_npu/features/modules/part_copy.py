@@ -88,13 +88,16 @@ class ModelPart:
 
     def _columns(self, name: str, dims: int) -> tuple[int, int] | None:
         """The dim of a large MLP's weight ``name`` that holds its columns, and in how many parts; None for others."""
-        owner, leaf = names.parent(name), name.rpartition(".")[2]
+        owner = names.parent(name)
+        leaf = name.rpartition(".")[2]
         layer = self.plan.adapted(owner) or owner
-        role, module = self.plan.of(layer), self.model.get_submodule(layer)
+        role = self.plan.of(layer)
+        module = self.model.get_submodule(layer)
         # A Conv1D stores its number of outputs; models with it are small.
         if role not in COLUMN_PARTS or kinds.output_dim(module) == 1:
             return None
-        weights, is_down = kinds.own_shapes(module), role is Role.DOWN or leaf == "down_proj"
+        weights = kinds.own_shapes(module)
+        is_down = role is Role.DOWN or leaf == "down_proj"
         parts = 1 if is_down else COLUMN_PARTS[role]
         if torch.Size(weights[leaf if role is Role.EXPERTS else "weight"]).numel() // parts <= self.large:
             return None

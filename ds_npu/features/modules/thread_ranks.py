@@ -52,7 +52,8 @@ def first_tensor(out: object) -> torch.Tensor:
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
     """Restore the host's random generators; raise RuntimeError where something was drawn from them."""
-    tensors, numbers = torch.random.get_rng_state(), random.getstate()
+    tensors = torch.random.get_rng_state()
+    numbers = random.getstate()
     try:
         yield
         if not torch.random.get_rng_state().equal(tensors) or random.getstate() != numbers:

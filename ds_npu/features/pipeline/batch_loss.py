@@ -138,7 +138,8 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _OneLoss, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,), (counts,) = gradients, ctx.saved_tensors
+        (gradient,) = gradients
+        (counts,) = ctx.saved_tensors
         # The host waits, once in a batch: it must know whether the loss is right before the optimizer's step.
         of_labelled = gradient[counts]
         factor = of_labelled[0] if len(of_labelled) else gradient.new_zeros(())

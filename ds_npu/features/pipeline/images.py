@@ -126,8 +126,10 @@ def _pieces(model: nn.Module, kind: Pictures, given: Given, count: int) -> Piece
     # The host waits for the device, once in a batch: sizes of tensors depend on these counts.
     of_samples: list[int] = (ids == token).sum(1).tolist()
     rows, tokens = _sizes(root, kind, given, sum(of_samples))
-    ends, row_ends = [0, *accumulate(tokens)], [0, *accumulate(rows)]
-    token_ends, at = [0, *accumulate(of_samples)], [0, *accumulate(sizes_of_parts(len(of_samples), count))]
+    ends = [0, *accumulate(tokens)]
+    row_ends = [0, *accumulate(rows)]
+    token_ends = [0, *accumulate(of_samples)]
+    at = [0, *accumulate(sizes_of_parts(len(of_samples), count))]
     indices = [bisect_left(ends, token_ends[sample]) for sample in at]
     if [ends[index] if index < len(ends) else None for index in indices] != [token_ends[sample] for sample in at]:
         raise ValueError(

@@ -41,7 +41,8 @@ def cut(given: Arguments, count: int, pieces: Mapping[str, Sequence[Any]] | None
     if count == 1:
         return [given]
     found = dict(pieces or {})
-    samples, parts = samples_of(given), [{name: each[index] for name, each in found.items()} for index in range(count)]
+    samples = samples_of(given)
+    parts = [{name: each[index] for name, each in found.items()} for index in range(count)]
     for name in given.keys() - found.keys():
         leaves, tree = tree_flatten(given[name])
         of_leaves = [_pieces(name, leaf, samples, count) for leaf in leaves]

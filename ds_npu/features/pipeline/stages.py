@@ -177,7 +177,8 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
     held = OwnStages([each.stage for each in own], _tied_names(model, plan) if plan.tied else None)
     outside = {name: None for each in own for name in each.absent}
     for name in outside:
-        parent, leaf = model.get_submodule(names.parent(name)), name.rpartition(".")[2]
+        parent = model.get_submodule(names.parent(name))
+        leaf = name.rpartition(".")[2]
         sides = {each.stage.index: each.absent[name] for each in own if name in each.absent}
         passing = _passing(model.get_submodule(name), name, sides, held)
         if len(sides) == len(own):

@@ -57,7 +57,8 @@ class Window:
     @contextmanager
     def around_call(self) -> Iterator[None]:
         """Begin the window at the first call of the engine in it."""
-        step, (first, last) = self.engine.global_steps, self.section.steps
+        step = self.engine.global_steps
+        first, last = self.section.steps
         trains = self.engine.module.training and torch.is_grad_enabled()
         if self.begun is None and trains and first - 1 <= step <= last:
             self._begin(step)
@@ -83,7 +84,8 @@ class Window:
 
     def after_step(self) -> None:
         """Pass to the next step; behind the last one of the window, all ranks make the report."""
-        step, last = self.engine.global_steps - 1, self.section.steps[1]
+        step = self.engine.global_steps - 1
+        last = self.section.steps[1]
         if self.begun is None:
             if step >= last:
                 self._end()

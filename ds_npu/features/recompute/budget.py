@@ -126,7 +126,8 @@ class MemoryBudget:
 
     def _planned(self) -> tuple[list[StagePlan], dict[int, BudgetError]]:
         """The plans of all stages, or the error of each stage without one; every rank calls it at the same time."""
-        topology, recorded = self._build.topology, self._recorded
+        topology = self._build.topology
+        recorded = self._recorded
         layers = recorded.layers
         modules = {each.name: {part: recorded.modules(each.name, part) for part in (ATTENTION, MLP)} for each in layers}
         mine = _Recorded(topology.rank("pp"), layers, recorded.moments, modules)
@@ -216,7 +217,8 @@ def gradient_buckets(engine: TrainingEngine) -> Buckets | None:
 
     None where the optimizer of ``engine`` has none (without ZeRO, or not contiguous), or ds_npu's, which are small.
     """
-    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    stage = engine.zero_optimization_stage()
+    optimizer = engine.optimizer
     if stage == 0 or not engine.zero_contiguous_gradients() or BUCKETED.get(optimizer) is not None:
         return None
     # DeepSpeed 0.19, stage_1_and_2.py setup_buckets and stage3.py _setup_for_real_optimizer.

@@ -28,7 +28,8 @@ LAST = (Role.DOWN, Role.ROW)
 
 def mlp_linears(plan: ModelPlan, mlp: str) -> tuple[list[str], str] | None:
     """The children of ``mlp`` that are its first linears, and the last one; None where they are not known."""
-    columns, downs = children(plan, mlp, *COLUMNS), children(plan, mlp, *LAST)
+    columns = children(plan, mlp, *COLUMNS)
+    downs = children(plan, mlp, *LAST)
     return (columns, downs[0]) if columns and len(downs) == 1 else None
 
 

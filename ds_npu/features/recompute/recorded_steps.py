@@ -123,7 +123,9 @@ class RecordedSteps:
         """End an interval, and begin one in which the forward or the backward of the given block runs."""
         key = tuple(self._calls), self._in_forward, self._in_backward
         self._peaks[key] = max((self._meter.peak(), self._what), self._peaks.get(key, (0, "")))
-        self._what, self._in_forward, self._in_backward = what, forward, backward
+        self._what = what
+        self._in_forward = forward
+        self._in_backward = backward
 
     def _block(self, index: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if not is_recomputed(module):

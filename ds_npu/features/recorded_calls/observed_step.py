@@ -34,7 +34,9 @@ class ObservedStep:
     def __init__(
         self, engine: TrainingEngine, calls: ModuleCalls, mode: PausedMode, *, leaves_compiled: bool = False
     ) -> None:
-        self._model, self._mode, self._leaves_compiled = engine.module, mode, leaves_compiled
+        self._model = engine.module
+        self._mode = mode
+        self._leaves_compiled = leaves_compiled
         self._is_within = False
         self._undo = ExitStack()
         self._undo.enter_context(calls.recording())
@@ -57,7 +59,8 @@ class ObservedStep:
             self._is_within = False
 
     def _paused(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before, self._mode.is_paused = self._mode.is_paused, True
+        before = self._mode.is_paused
+        self._mode.is_paused = True
         try:
             return call(*args, **kwargs)
         finally:

@@ -100,7 +100,8 @@ def _module(data: Plain, dtype: torch.dtype | None) -> ReplayedCall:
             with torch.no_grad():
                 output = _reached(data["name"], lambda: module(*given["args"], **given["kwargs"]))
             return _replay(MODULE, dtype, {"output": output}, {"output": data["output"]})
-        found, recorded = _gradients(data, module, given), data["given_gradients"]
+        found = _gradients(data, module, given)
+        recorded = data["given_gradients"]
         both = [name for name in found if name in recorded]
         same = {name: recorded[name] for name in both}
         return _replay(MODULE, dtype, found, same, {name: found[name] for name in both})

@@ -104,7 +104,8 @@ def show_all_tokens(router: nn.Module, sequences: SequenceParallel, index: int) 
         forward: Callable[P, tuple[torch.Tensor, ...]], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[torch.Tensor, ...]:
         outputs = list(forward(*args, **kwargs))
-        shards, logits_TE = sequences.find(running()), outputs[index]
+        shards = sequences.find(running())
+        logits_TE = outputs[index]
         outputs[index] = shards.collect(logits_TE.view(-1, shards.count, logits_TE.shape[-1])).flatten(0, 1)
         return tuple(outputs)
 

@@ -44,13 +44,15 @@ COUNTS = {
 
 def sections_of(layer: nn.Module, size: int) -> Mapping[str, Sections]:
     """The sections of each weight of ``layer`` that is sharded, by the name of the module or parameter that has it."""
-    count, kind = units(layer, size), linear_attention_of(layer)
+    count = units(layer, size)
+    kind = linear_attention_of(layer)
     if kind is LinearAttention.SHORT_CONVOLUTION:
         return {"in_proj": (1, 1, 1), **dict.fromkeys(("conv", "conv1d", "out_proj"), (1,))}
     if kind is LinearAttention.MAMBA:
         return {"in_proj": (1, 1), **dict.fromkeys(("conv1d", "x_proj", "dt_proj", "A_log", "D", "out_proj"), (1,))}
     if kind is LinearAttention.GATED_DELTA:
-        key, shared = _number(layer, "head_k_dim"), _number(layer, "num_v_heads") // count
+        key = _number(layer, "head_k_dim")
+        shared = _number(layer, "num_v_heads") // count
         value = shared * _number(layer, "head_v_dim")
         return {
             # Here what a head of keys needs stands together.
@@ -61,8 +63,10 @@ def sections_of(layer: nn.Module, size: int) -> Mapping[str, Sections]:
             **dict.fromkeys(("in_proj_z", "v_proj", "g_proj", "out_proj", "o_proj"), (value,)),
             **dict.fromkeys(("in_proj_b", "in_proj_a", "b_proj", "a_proj", "A_log", "dt_bias"), (shared,)),
         }
-    heads, groups = _number(layer, "num_heads") // count, _number(layer, "n_groups")
-    inner, state = heads * _number(layer, "head_dim"), groups * _number(layer, "ssm_state_size") // count
+    heads = _number(layer, "num_heads") // count
+    groups = _number(layer, "n_groups")
+    inner = heads * _number(layer, "head_dim")
+    state = groups * _number(layer, "ssm_state_size") // count
     return {
         "in_proj": (inner, inner, state, state, heads),
         # All channels of B and C, of which every rank of a group needs all, are whole.
@@ -97,7 +101,8 @@ def shards_of(sections: Sections, count: int, size: int) -> RoleShards:
 
 def local_counts(layer: nn.Module, size: int, rank: int) -> dict[str, int]:
     """The attributes of ``layer`` that count what it computes, for ``rank`` of ``size``."""
-    count, kind = units(layer, size), linear_attention_of(layer)
+    count = units(layer, size)
+    kind = linear_attention_of(layer)
     assert kind is not None, "the role of linear attention is for such a layer"
     begin, end = near_even(count, size)[rank]
     found = {name: _number(layer, name) * (end - begin) // count for name in COUNTS[kind]}
@@ -141,7 +146,8 @@ def linear_attention_shards(plan: ModelPlan, modules: Mapping[str, nn.Module], s
 
 def own_shards(name: str, layer: nn.Module, size: int) -> Iterator[tuple[str, str, Sharding]]:
     """Module, parameter and sharding of all that a layer shards but its linears."""
-    wanted, parts = sections_of(layer, size), dict(layer.named_children())
+    wanted = sections_of(layer, size)
+    parts = dict(layer.named_children())
     for part in ("", *(each for each in (*CONVOLUTIONS, *NORMS, SUMMED, "dt_proj") if each in parts)):
         for leaf in kinds.own_shapes(layer.get_submodule(part)):
             if sections := wanted.get(part or leaf):

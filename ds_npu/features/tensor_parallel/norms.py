@@ -33,7 +33,8 @@ def _forward(
     norm: nn.Module, width: int, axis: TensorAxis, arguments: tuple[float, float, bool], x: torch.Tensor
 ) -> torch.Tensor:
     """The norm of this rank's part of x [..., width / tp], in x's dtype; as ``ops.rms_norm`` accumulates."""
-    (eps, offset, widens), weight = arguments, norm.get_parameter("weight")
+    eps, offset, widens = arguments
+    weight = norm.get_parameter("weight")
     wide = x.to(accumulation_dtype(x.dtype))
     # Each rank adds its squares, and uses the sum for its part: its gradient is a summand, too.
     squares = copy(reduce(wide.square().sum(-1, keepdim=True), axis.group), axis.group)

@@ -53,7 +53,8 @@ def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None
     They hold a module that needs all heads or columns; or, with sequence parallelism, they stand outside of blocks.
     """
     for name in plan.named(Role.REPLICATED):
-        region, module = plan.around(name, *REGION_ROLES), model.get_submodule(name)
+        region = plan.around(name, *REGION_ROLES)
+        module = model.get_submodule(name)
         if region is not None and not kinds.is_norm(module):
             raise ValueError(
                 f"{plan.model}: {name} is {Role.REPLICATED} and stands in {region}, whose role is "
@@ -179,7 +180,8 @@ class Regions:
         Hidden states travel between pipeline stages as shards while there are blocks to come.
         """
         blocks = [self.modules[name] for name in run]
-        arrive, leave = stage is not None and stage.index > 0, stage is not None and stage.behind > 0
+        arrive = stage is not None and stage.index > 0
+        leave = stage is not None and stage.behind > 0
         shard = partial(run_on_sequence_shards, arrive_sharded=arrive, leave_sharded=leave)
         make = partial(shard, blocks, sequences, **self._random_numbers(*blocks))
         for index, name in enumerate(run):

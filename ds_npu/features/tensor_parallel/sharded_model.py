@@ -193,7 +193,8 @@ class _ModelSharder:
         return Change("shards", name, held, partial(keep_shard, weight, sharding, self.axis.rank))
 
     def _shard(self, name: str, shards: RoleShards) -> Iterator[Change]:
-        layer, module = self.plan.adapted(name) or name, self.modules[name]
+        layer = self.plan.adapted(name) or name
+        module = self.modules[name]
         role = self.plan.roles[layer]
         if role is Role.SHARDED_NORM:
             make = norm_over_ranks(module, name, shards.size, self.axis)
@@ -207,7 +208,8 @@ class _ModelSharder:
             yield Change("sets", name, "__class__: vocabulary-parallel", adopt)
             return
         is_row = role in ROW_ROLES
-        weight, bias = module.get_parameter("weight"), dict(module.named_parameters(recurse=False)).get("bias")
+        weight = module.get_parameter("weight")
+        bias = dict(module.named_parameters(recurse=False)).get("bias")
         form = WeightLayout(kinds.output_dim(module) == 1, shards.outputs(self.axis.rank), shards=shards.lengths)
         if not shards.whole:
             yield self._keep(name, "weight", shards.sharding(_dim(module, not is_row)))
@@ -251,7 +253,8 @@ class _ModelSharder:
 
     def _adapters(self) -> Iterator[Change]:
         for name in adapted_layers(self.plan):
-            outer, role = with_adapter(name), self.plan.roles[name]
+            outer = with_adapter(name)
+            role = self.plan.roles[name]
             if role is Role.EMBEDDING:
                 make = partial(keep_padding, self.modules[outer], self.modules[name])
                 yield Change("sets", outer, "_embed", make)
@@ -274,9 +277,11 @@ class _ModelSharder:
 
     def _localise(self, name: str) -> Iterator[Change]:
         """Set the numbers of heads that an attention module stores to those of this rank."""
-        shape, module = self.plan.attentions[name], self.modules[name]
+        shape = self.plan.attentions[name]
+        module = self.modules[name]
         local = local_heads(shape, self.axis.size)[self.axis.rank]
-        heads, kv_heads = len(local.queries), len(local.key_values)
+        heads = len(local.queries)
+        kv_heads = len(local.key_values)
         counts = dict.fromkeys(HEADS, heads) | dict.fromkeys(KEY_VALUE_HEADS, kv_heads)
         of_all = (*OF_ALL_HEADS, "hidden_size") if type(module).__name__ == "DbrxAttention" else OF_ALL_HEADS
         counts |= dict.fromkeys(of_all, heads * shape.head_dim) | {"kv_dim": kv_heads * shape.head_dim}
@@ -317,7 +322,8 @@ def _give_own_config(attention: nn.Module, heads: int, kv_heads: int) -> None:
     """Phi-3 reads from its config, which the whole model shares, where the parts of the fused projection end."""
     local_config = copy.copy(config_of(attention))
     assert local_config is not None
-    local_config.num_attention_heads, local_config.num_key_value_heads = heads, kv_heads
+    local_config.num_attention_heads = heads
+    local_config.num_key_value_heads = kv_heads
     set_attribute(attention, "config", local_config)
 
 

@@ -57,14 +57,17 @@ class SharedStates:
 
     def convolved(self) -> Ranges:
         """The channels of the whole convolution that this rank uses: of x, of B and of C."""
-        begin, of_b = self.rank * self.inner, self.size * self.inner + self.group * self.state
+        begin = self.rank * self.inner
+        of_b = self.size * self.inner + self.group * self.state
         of_c = of_b + self.groups * self.state
         return (begin, begin + self.inner), (of_b, of_b + self.state), (of_c, of_c + self.state)
 
     def projected(self) -> Ranges:
         """The outputs of the whole ``in_proj`` that this rank has once B and C are gathered."""
-        total, heads = self.size * self.inner, self.heads // self.size
-        begin, of_dt = self.rank * self.inner, 2 * total + 2 * self.groups * self.state + self.rank * heads
+        total = self.size * self.inner
+        heads = self.heads // self.size
+        begin = self.rank * self.inner
+        of_dt = 2 * total + 2 * self.groups * self.state + self.rank * heads
         of_x = ((start + total, stop + total) for start, stop in self.convolved())
         return (begin, begin + self.inner), *of_x, (of_dt, of_dt + heads)
 

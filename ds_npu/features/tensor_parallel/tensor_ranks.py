@@ -95,7 +95,8 @@ def _unmet_overlap(overlap: TensorOverlap | None) -> list[str]:
 def _overlap_parts(overlap: TensorOverlap | None, build: Build) -> Iterable[Change]:
     if overlap is None or build.topology.size("tp") == 1:
         return
-    group, part = build.topology.group("tp"), "products with collectives of sequence parallelism"
+    group = build.topology.group("tp")
+    part = "products with collectives of sequence parallelism"
     if overlap == "none":
         make = partial(setattr, build, "collectives", Always(SerialCollectives(group)))
         yield Change("provides", part, "one after the other", make)

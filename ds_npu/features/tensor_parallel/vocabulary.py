@@ -96,7 +96,8 @@ class ShardedHead:
         if isinstance(out, dict) and "logits" in out:
             ranks = f"{len(self.vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
             described = f"logits of {self.vocabulary.size} words, in training on labels, are sharded over {ranks}"
-            vocabulary, topology = self.vocabulary, self.topology
+            vocabulary = self.vocabulary
+            topology = self.topology
             out["logits"] = guard_shard(
                 out["logits"], described, lambda logits: vocabulary_argmax(logits, vocabulary, topology.group("tp"))
             )

@@ -203,12 +203,16 @@ def npu_fused_flop(given: Mapping[str, Any], *, backward: bool) -> Flop:
     heads, layout = given["head_num"], given["input_layout"]
     in_batch, in_rows, in_width = LAYOUTS[layout]
     batch = 1 if in_batch is None else q.shape[in_batch]
-    rows, keys, key, value = q.shape[in_rows], k.shape[in_rows], q.shape[in_width], v.shape[in_width]
+    rows = q.shape[in_rows]
+    keys = k.shape[in_rows]
+    key = q.shape[in_width]
+    value = v.shape[in_width]
     if layout in ("SBH", "BSH"):
         # As many heads of values as of keys.
         key = key // heads
         value = value * key // k.shape[in_width]
-    mode, dense = given.get("sparse_mode") or 0, given.get("atten_mask")
+    mode = given.get("sparse_mode") or 0
+    dense = given.get("atten_mask")
     mask = Mask()
     if dense is not None and mode in SPARSE_CAUSAL:
         mask = Mask(after=0, from_start=SPARSE_CAUSAL[mode])
@@ -219,7 +223,8 @@ def npu_fused_flop(given: Mapping[str, Any], *, backward: bool) -> Flop:
         hidden = dense if dense.dim() == 4 else dense.view(*[1] * (4 - dense.dim()), *dense.shape)
         pairs = float((~hidden.bool()).expand(batch, heads, rows, keys).sum().item()) / heads
         return attention_flop(heads, (key, value), (pairs, pairs), backward=backward)
-    ends_q, ends_k = given.get("actual_seq_qlen") or (), given.get("actual_seq_kvlen") or ()
+    ends_q = given.get("actual_seq_qlen") or ()
+    ends_k = given.get("actual_seq_kvlen") or ()
     pairs = batch * visible_pairs(mask, rows, keys, tuple(ends_q), tuple(ends_k))
     return attention_flop(heads, (key, value), (pairs, pairs), backward=backward)
 

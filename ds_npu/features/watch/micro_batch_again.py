@@ -156,7 +156,9 @@ class MicroBatchAgain:
         with calls.recording(), captured.capturing(self._engine.module), operators:
             self._run(kept, backward=backward)
         captured.finish(operators.kept_call)
-        mine.came, mine.went, mine.weights_used = captured.came, captured.went, captured.weights_used
+        mine.came = captured.came
+        mine.went = captured.went
+        mine.weights_used = captured.weights_used
         captured.data |= {
             "step": step,
             "rank": mine.rank,

@@ -102,7 +102,8 @@ class Steps:
 
     def read_delayed(self) -> None:
         """Start copying the norm of the step that has ended, or its losses, to the host; check a CPU's at once."""
-        norm, self.delayed_losses = self.engine.get_global_grad_norm(), self.all_losses()
+        norm = self.engine.get_global_grad_norm()
+        self.delayed_losses = self.all_losses()
         self.is_everyones = norm is not None
         if norm is None and self.delayed_losses:
             norm = torch.stack([loss.float() for loss in self.delayed_losses]).sum()

@@ -79,7 +79,8 @@ class StallWatch:
         pause = next((frame.name for frame in stack if frame.name in PAUSES), None)
         if pause is not None and silence < self.pause:
             return None
-        self.is_reported, self.reports = True, self.reports + 1
+        self.is_reported = True
+        self.reports = self.reports + 1
         median = f"the median step takes {self.median:.2g} s" if self.median else "no step has ended"
         last = "; says no more of this" if self.reports == MOST_REPORTS else ""
         what = "stood still" if is_training else "evaluated"
@@ -108,7 +109,9 @@ class StallWatch:
             if self.stepped is not None:
                 self.durations.append((now - self.stepped) / steps)
             self.stepped = now
-        self.counters, self.moved, self.is_reported = counters, now, False
+        self.counters = counters
+        self.moved = now
+        self.is_reported = False
 
 
 _WATCHES: weakref.WeakSet[StallWatch] = weakref.WeakSet()
@@ -136,7 +139,8 @@ def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Call
                 with _CHANGING:
                     _WATCHES.discard(watch)
                 return
-            counters, is_training = (engine.global_steps, engine.micro_steps), engine.module.training
+            counters = (engine.global_steps, engine.micro_steps)
+            is_training = engine.module.training
             del engine
             with _CHANGING:
                 others = [each for each in _WATCHES if each is not watch]

@@ -52,7 +52,9 @@ class Throughput:
                 events.append((TOKENS, self.tokens * self.ranks / seconds, samples))
             if flop is not None:
                 events += [(MFU, flop.mfu(seconds), samples), (HFU, flop.hfu(seconds), samples)]
-        self.samples, self.tokens, self.began = samples, 0, now
+        self.samples = samples
+        self.tokens = 0
+        self.began = now
         return events
 
 
@@ -87,7 +89,8 @@ def write_throughput(build: Build, engine: TrainingEngine) -> None:
     """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step."""
     if not engine.monitor.enabled or dist.get_rank() != 0:
         return
-    throughput, tells = Throughput(ranks_of_tokens(build), engine.global_samples), tells_tokens(engine.module)
+    throughput = Throughput(ranks_of_tokens(build), engine.global_samples)
+    tells = tells_tokens(engine.module)
 
     def count(module: nn.Module, args: object, kwargs: object) -> None:
         if not tells():

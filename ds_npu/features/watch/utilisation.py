@@ -112,7 +112,8 @@ class Utilisation:
         if self.steps == COUNTED_STEP - 1:
             self.counted = CountedStep(self.engine, self.build)
         elif self.counted is not None:
-            flop, tokens = self.counted.finish(), self.counted.tokens
+            flop = self.counted.finish()
+            tokens = self.counted.tokens
             self.counted = None
             self.found = step_flop(self.engine, self.build, flop, tokens)
             self._say_counted(self.found)
@@ -141,7 +142,8 @@ class Utilisation:
     def _say(self, seconds: float) -> None:
         flop = self.engine.step_flop
         if flop is not None and dist.get_rank() == 0:
-            mfu, hfu = 100 * flop.mfu(seconds), 100 * flop.hfu(seconds)
+            mfu = 100 * flop.mfu(seconds)
+            hfu = 100 * flop.hfu(seconds)
             logger().info(
                 "step %d: MFU %.3g %%, HFU %.3g %%, %.4g s a step", self.engine.global_steps, mfu, hfu, seconds
             )

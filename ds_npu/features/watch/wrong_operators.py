@@ -75,7 +75,8 @@ class WrongOperators(TorchDispatchMode):
         self.kept_call: Plain = None
         """Operator, arguments and result, copied at once: both may be overwritten."""
         self._calls, self._kept = calls, kept
-        calls.entered, calls.left = self._look_at_weights, self._look_at_output
+        calls.entered = self._look_at_weights
+        calls.left = self._look_at_output
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Iterable[type], args: Arguments = (), kwargs: Keywords | None = None

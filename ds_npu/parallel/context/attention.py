@@ -41,7 +41,8 @@ def ulysses_plan(axis: ContextAxis, heads: int, key_heads: int, tokens: Tokens) 
     projection, and ``context_attention`` of the results. Raises ValueError, with the key, for fewer query heads than
     ranks.
     """
-    shared, rank = share_heads(heads, key_heads, axis.algorithm.ulysses), axis.ulysses_rank
+    shared = share_heads(heads, key_heads, axis.algorithm.ulysses)
+    rank = axis.ulysses_rank
     first = axis.ring_rank * axis.algorithm.ulysses
     counts = tuple(tokens.count(first + inside) for inside in range(axis.algorithm.ulysses))
     query, key = (UlyssesAllToAll(axis.ulysses_group, rank, counts, each) for each in (shared.queries, shared.keys))

@@ -67,7 +67,10 @@ class _BlockwiseAttention(torch.autograd.Function):
         *keys_and_values: torch.Tensor,
     ) -> torch.Tensor:
         k, v, *sent = keys_and_values
-        ctx.local, ctx.receive, ctx.dropouts, kept = local, receive, [], []
+        ctx.local = local
+        ctx.receive = receive
+        ctx.dropouts = []
+        kept = []
         softmax = OnlineSoftmax(q.shape[1])
         # Autocast must not round float32 computations.
         with torch.autocast(q.device.type, enabled=False):
@@ -138,7 +141,8 @@ class _Rows:
         local = self.local
         dout, q, out = (call.rows.take(x) for x in (self.dout, self.q, self.out))
         k, v = (local.repeat_key_heads(call.keys.take(x)) for x in block)
-        lse, options = call.rows.take(self.lse, LSE_DIM), local.options(call)
+        lse = call.rows.take(self.lse, LSE_DIM)
+        options = local.options(call)
         if call.layout == "BSND":
             found = attention_backward(dout, Inputs(q, k, v), Result(out, lse, dropout), options)
         else:
@@ -152,7 +156,9 @@ class _Rows:
 
 def _backward(rows: _Rows, own: Block, kept: list[torch.Tensor], dropouts: list[list[Dropout | None]]) -> Block:
     """The gradients of this rank's keys and values; ``kept`` and ``dropouts`` are forward's, in its order."""
-    local, of_steps, still_kept = rows.local, iter(dropouts), iter(kept)
+    local = rows.local
+    of_steps = iter(dropouts)
+    still_kept = iter(kept)
     route = local.route()
     for step, received in route.blocks(own[local.cached :]):
         block = own if local.is_own(step) else (*itertools.islice(still_kept, local.cached), *received)

@@ -98,7 +98,8 @@ def _zigzag(documents: Pieces, ranks: int) -> tuple[Pieces, ...]:
         sizes = [share] * (2 * ranks)
         # Deal left-over tokens to the ranks round robin: ranks get equal numbers of a sample, whatever its documents.
         for extra in range(rest):
-            rank, second = (next_rank + extra) % ranks, extra >= ranks
+            rank = (next_rank + extra) % ranks
+            second = extra >= ranks
             sizes[2 * ranks - 1 - rank if second ^ (number % 2 == 1) else rank] += 1
         next_rank += rest
         bounds = itertools.pairwise(itertools.accumulate(sizes, initial=document.start))
@@ -151,7 +152,8 @@ def _selected(pieces: Pieces, wanted: Sequence[range]) -> Iterator[range]:
     offset, targets = 0, list(wanted)
     for piece in pieces:
         for target in targets:
-            begin, end = max(target.start - offset, 0), min(target.stop - offset, len(piece))
+            begin = max(target.start - offset, 0)
+            end = min(target.stop - offset, len(piece))
             if begin < end:
                 yield range(piece.start + begin, piece.start + end)
         offset += len(piece)

@@ -43,7 +43,8 @@ def ring_steps(rank: int, size: int, window: int, last: int | None = None) -> li
     the nearest ranks only.
     """
     outer, inner = divmod(rank, window)
-    rings, final = size // window, window - 1 if last is None else last
+    rings = size // window
+    final = window - 1 if last is None else last
 
     def at(ring: int, index: int) -> int:
         return ring % rings * window + index % window

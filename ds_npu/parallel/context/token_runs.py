@@ -104,7 +104,8 @@ class _Sequences:
 
     def halo(self, run: range, width: int) -> list[int]:
         """The places of the tokens before ``run`` among the tails of all ranks."""
-        tails, first = width - 1, self.begins[self.document(run.start)]
+        tails = width - 1
+        first = self.begins[self.document(run.start)]
         nothing = len(self.by_rank) * self.most * tails
         found = []
         for token in range(run.start - tails, run.start):

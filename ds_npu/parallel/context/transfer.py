@@ -115,7 +115,8 @@ class RingRoute:
         """The block's sum so far plus ``computed``; this waits for the sum only after ``computed`` was computed."""
         tokens = self.counts[step.source]
         if step.adds and self._incoming is not None:
-            flat, self._incoming = self._incoming.wait(), None
+            flat = self._incoming.wait()
+            self._incoming = None
         else:
             flat = own[0].new_zeros(block_numel(own, tokens), dtype=accumulation_dtype(own[0].dtype))
         sums = unflatten_block(flat, own, tokens)
@@ -126,7 +127,8 @@ class RingRoute:
 
     def total(self, own: Block) -> Block:
         if self._incoming_own is not None:
-            flat, self._incoming_own = self._incoming_own.wait(), None
+            flat = self._incoming_own.wait()
+            self._incoming_own = None
             sums = unflatten_block(flat, own, self.counts[self.ring.rank])
             for total, gradient in zip(sums, self._mine, strict=True):
                 total += gradient

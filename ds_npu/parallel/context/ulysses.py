@@ -110,7 +110,8 @@ class UlyssesAllToAll:
         for message, heads in zip(torch.split(sent, to_each), self.heads, strict=True):
             some = x_BsND[:, :, heads.start : heads.stop].transpose(0, 1)
             message.view(some.shape).copy_(some)
-        tokens, mine = sum(self.counts), len(self.heads[self.rank])
+        tokens = sum(self.counts)
+        mine = len(self.heads[self.rank])
         strides = (mine * width, batch * mine * width, width, 1)
         received = x_BsND.new_empty_strided((batch, tokens, mine, width), strides)
         flat = received.transpose(0, 1).view(-1)
@@ -150,7 +151,8 @@ class UlyssesAllToAll:
     def _joined(self, parts: Sequence[torch.Tensor], like_SBnD: torch.Tensor) -> torch.Tensor:
         """All heads of this rank's tokens [B, s, N, D], from each rank's heads; overlapping ones are summed."""
         _, batch, _, width = like_SBnD.shape
-        tokens, all_heads = self.counts[self.rank], self.heads[-1].stop
+        tokens = self.counts[self.rank]
+        all_heads = self.heads[-1].stop
         overlap = sum(map(len, self.heads)) > all_heads
         dtype = accumulation_dtype(like_SBnD.dtype) if overlap else like_SBnD.dtype
         whole = like_SBnD.new_empty(batch, tokens, all_heads, width, dtype=dtype)

@@ -39,6 +39,8 @@ class ExpertAxis:
     @staticmethod
     def of(topology: Topology, tokens_are_sharded: bool) -> ExpertAxis:
         """The axis of this rank; ``tokens_are_sharded``: over the tensor ranks, by sequence parallelism."""
-        group, ep, etp = topology.group("ep", "etp"), topology.size("ep"), topology.size("etp")
+        group = topology.group("ep", "etp")
+        ep = topology.size("ep")
+        etp = topology.size("etp")
         alike = topology.size("tp") > 1 and not tokens_are_sharded
         return ExpertAxis(group, topology.rank("ep", "etp"), ep, etp, topology.group("tp") if alike else None)

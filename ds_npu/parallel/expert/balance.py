@@ -115,7 +115,8 @@ def _balance(counts_BE: torch.Tensor, sums_BE: torch.Tensor, choices: float) -> 
     """The aux loss [] of one layer: the mean over pieces, which have sum(counts) / ``choices`` tokens each."""
     counts_BE = counts_BE.to(sums_BE.dtype)
     all_B1 = counts_BE.sum(1, keepdim=True)
-    fractions_BE, means_BE = counts_BE / all_B1, sums_BE * choices / all_B1
+    fractions_BE = counts_BE / all_B1
+    means_BE = sums_BE * choices / all_B1
     return counts_BE.shape[1] * (fractions_BE * means_BE).sum(1).mean()
 
 

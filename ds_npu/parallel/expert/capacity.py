@@ -81,7 +81,8 @@ def compute_padded(
     order, pairs, are_taken = _slots(ids_TK, experts, capacity)
     if not len(x_TH):
         # A row to copy: other ranks expect as many rows from this rank as from any.
-        x_TH, weights_TK = functional.pad(x_TH, (0, 0, 0, 1)), functional.pad(weights_TK, (0, 0, 0, 1))
+        x_TH = functional.pad(x_TH, (0, 0, 0, 1))
+        weights_TK = functional.pad(weights_TK, (0, 0, 0, 1))
     weights_S = weights_TK.flatten().index_select(0, pairs) * are_taken.to(weights_TK.dtype)
     ids_S = torch.arange(experts, device=ids_TK.device).repeat(capacity)
     rows_SH = compute(_spread(x_TH, order), ids_S.unsqueeze(1), weights_S.unsqueeze(1))
@@ -93,7 +94,8 @@ def _slots(ids_TK: torch.Tensor, experts: int, capacity: int) -> tuple[Order, to
 
     The index of an empty slot is 0.
     """
-    count, choices = experts * capacity, torch.arange(ids_TK.numel(), device=ids_TK.device)
+    count = experts * capacity
+    choices = torch.arange(ids_TK.numel(), device=ids_TK.device)
     positions_TK = positions_in_experts(ids_TK, choices, experts) * experts + ids_TK
     positions_TK = torch.where((ids_TK >= 0) & (ids_TK < experts), positions_TK, count).clamp(max=count)
     # The extra slot takes choices of no expert.

@@ -92,7 +92,8 @@ def _swap(loads: Loads, held: list[set[int]], totals: list[int]) -> tuple[tuple[
             for load, taken in ordered[max(index - 1, 0) : index + 1]:
                 difference = loads[given] - load
                 if min(difference, gap - difference) > best:
-                    best, pair = min(difference, gap - difference), (given, taken)
+                    best = min(difference, gap - difference)
+                    pair = (given, taken)
         if pair is not None:
             return (source, pair[0]), (target, pair[1])
     return None
@@ -132,7 +133,8 @@ class Move:
 
         ``size``: the elements of one expert.
         """
-        (source, here), (target, there) = self.source, self.target
+        source, here = self.source
+        target, there = self.target
         if (sender.ep_rank, receiver.ep_rank) != (source, target):
             return
         for own, other in itertools.product(sender.spans, receiver.spans):

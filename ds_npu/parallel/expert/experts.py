@@ -106,7 +106,8 @@ class Planned:
         self, pieces: Sequence[Piece], experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
     ) -> list[RoutedTokens]:
         """Send all pieces; the host waits once."""
-        all_ids, count = [ids for _, ids, _ in pieces], len(experts)
+        all_ids = [ids for _, ids, _ in pieces]
+        count = len(experts)
         replicas: Sequence[Replicas | None] = [None] * len(pieces)
         if options.replica_rows:
             all_ids, replicas = shared_over_ranks(all_ids, count * axis.ep, axis, options.replica_rows)
@@ -213,7 +214,8 @@ def _received(rows_NH: torch.Tensor, routing_N2K: torch.Tensor, call: _Call) -> 
         rows_NH, local_NK, min(sum(call.dispatch.pairs_of_experts), local_NK.numel())
     )
     pairs = inverse(positions)[: len(permuted_PH)].long()
-    positions_NK, counts = positions.view_as(local_NK), histogram(local_NK, count)
+    positions_NK = positions.view_as(local_NK)
+    counts = histogram(local_NK, count)
     weights = weights_NK.flatten().index_select(0, pairs)
     if call.dispatch.fills_up:
         counts, positions_NK, has_expert = filled_up(counts, positions_NK, local_NK, len(permuted_PH))
@@ -229,7 +231,8 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _CallContext, x_TH: torch.Tensor, weights_TK: torch.Tensor, call: _Call) -> torch.Tensor:
         ctx.call = call
-        copies, routing = call.plan.copies(x_TH), call.plan.labels(call.routing(weights_TK))
+        copies = call.plan.copies(x_TH)
+        routing = call.plan.labels(call.routing(weights_TK))
         call.tokens.post(call.dispatch.send_copies(copies))
         call.extra.post(call.dispatch.send_copies(routing))
         call.fetch()

@@ -93,7 +93,8 @@ def _unmet(x: torch.Tensor, experts: ExpertWeights, axis: ExpertAxis) -> str | N
 
 def _bytes(pairs_RE: list[list[int]], axis: ExpertAxis, x_TH: torch.Tensor) -> list[int]:
     """The bytes that each rank sends, then the bytes that each rank along ep gets."""
-    local, size = len(pairs_RE[0]) // axis.ep, x_TH.shape[1] * x_TH.element_size()
+    local = len(pairs_RE[0]) // axis.ep
+    size = x_TH.shape[1] * x_TH.element_size()
     columns = [sum(each) for each in zip(*pairs_RE, strict=True)]
     received = [sum(columns[rank * local : (rank + 1) * local]) for rank in range(axis.ep)]
     return [rows * size for rows in (*map(sum, pairs_RE), *received)]
@@ -120,7 +121,8 @@ class _Exchange:
         """The exchange for the counts of all ranks, which are on the host; nothing waits for the device."""
         local, device = len(experts), ids_TK.device
         mine = slice(axis.ep_rank * local, (axis.ep_rank + 1) * local)
-        sent, received_RE = pairs_RE[axis.rank], torch.tensor([each[mine] for each in pairs_RE])
+        sent = pairs_RE[axis.rank]
+        received_RE = torch.tensor([each[mine] for each in pairs_RE])
         count = local * axis.ep
         keys_TK = torch.where((ids_TK >= 0) & (ids_TK < count), ids_TK, count)
         choices = order_by(keys_TK.view(-1, 1), sum(sent))
@@ -192,7 +194,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _FusedContext, dout_TH: torch.Tensor) -> tuple[Optional, ...]:
-        exchange, (rows_PH, first_PF, weights_P, up, down) = ctx.exchange, ctx.saved_tensors
+        exchange = ctx.exchange
+        rows_PH, first_PF, weights_P, up, down = ctx.saved_tensors
         experts = exchange.experts
         dweighted_PI, dy_PH = exchange.multiplied(
             exchange.order.permuted(dout_TH), down.transpose(1, 2) if experts.is_transposed else down

@@ -100,7 +100,8 @@ class SharedExperts:
         self._block: _Block | None = None
 
     def in_block(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        outer, self._block = self._block, _Block(_first(args, kwargs) if self._of_block_input else None)
+        outer = self._block
+        self._block = _Block(_first(args, kwargs) if self._of_block_input else None)
         try:
             out = forward(*args, **kwargs)
             if self._block.result is not None:
@@ -144,7 +145,8 @@ class SharedExperts:
             with around.entered():
                 compute()
 
-        block.state, block.compute = _state_of(block.x), compute_outside
+        block.state = _state_of(block.x)
+        block.compute = compute_outside
         # Not a call of the module: its hooks run in the block's own call, which follows.
         block.result = self._find().forward(block.x)
         block.compute_now()

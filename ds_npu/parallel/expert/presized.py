@@ -55,7 +55,8 @@ def need(plan: AllToAllPlan) -> Pending[torch.Tensor]:
     counts = all_gather(plan.counts.unsqueeze(0), 0, axis.group)
 
     def complete(counts_RC: torch.Tensor) -> torch.Tensor:
-        rows_RR, pairs_RE = counts_RC[:, : axis.size], counts_RC[:, axis.size :]
+        rows_RR = counts_RC[:, : axis.size]
+        pairs_RE = counts_RC[:, axis.size :]
         return torch.cat([rows_RR.flatten(), pairs_RE.view(axis.size, axis.ep, -1).sum((0, 2))])
 
     return Pending(plan.counts, counts, lambda _: complete(counts.wait()))
@@ -107,7 +108,8 @@ class PresizedPlan:
 
     def dispatch(self, counts_RC: list[list[int]]) -> AllToAll:
         axis, sizes = self.plan.axis, self.sizes
-        sent, received = tuple(sizes.sent(axis)), tuple(sizes.received(axis))
+        sent = tuple(sizes.sent(axis))
+        received = tuple(sizes.received(axis))
         return AllToAll(axis.group, self.order, sent, received, (sizes.pairs(axis),), fills_up=True)
 
 

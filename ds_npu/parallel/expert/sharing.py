@@ -108,7 +108,9 @@ def shared_rows(pairs_RE: Pairs, ranks: int, least: int) -> SharedRows:
     target = -(-sum(total) // ranks)
     rows: list[list[tuple[int, int]]] = [[(expert // local, total[expert])] for expert in range(len(total))]
     given = _given(total, loads, target, least)
-    after, received, sent = list(loads), [0] * ranks, [0] * ranks
+    after = list(loads)
+    received = [0] * ranks
+    sent = [0] * ranks
     for (expert, rank), count in sorted(given.items()):
         home = expert // local
         after[home] -= count
@@ -190,7 +192,8 @@ class Replicas:
         """Add to this rank's experts in ``gradient`` [slots, ...] the gradients of their replicas on other ranks."""
         local = self.plan.local
         mine = gradient[local : local + len(self._homes)]
-        sent, received = self._counts(self._homes), self._counts([rank for rank, _ in self._leaving])
+        sent = self._counts(self._homes)
+        received = self._counts([rank for rank, _ in self._leaving])
         arriving = exchange_rows(mine, sent, received, self.axis.group)
 
         def add(own: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,8 @@ class PipelineRun:
     def _forward(self, action: Action, arrived: Tensors | None) -> Callable[[], None]:
         for each in differentiable(arrived or ()):
             each.requires_grad_(self._goes_back)
-        stage, kept = self._stages[action.stage], _Kept(arrived, ())
+        stage = self._stages[action.stage]
+        kept = _Kept(arrived, ())
         if self._goes_back:
             self._kept[action.stage, action.micro_batch] = kept
 

@@ -100,7 +100,8 @@ class _RecomputeFill:
     def _chosen(self) -> Action | None:
         if not self.main:
             return None
-        following, first = self.main[0], self.waiting[0] if self.waiting else None
+        following = self.main[0]
+        first = self.waiting[0] if self.waiting else None
         if self.clock.has_arrived(following):
             needs_first = following.kind in BACKWARDS and _again(following) in self.waiting
             return _again(following) if needs_first else following

@@ -130,7 +130,8 @@ class Schedule:
             goes_back = action.kind in BACKWARDS
             stage = action.stage + (-1 if goes_back else 1)
             if (goes_back or action.kind is Kind.FORWARD) and self.rank_of.get(stage, rank) != rank:
-                send, receive = action._replace(kind=SENDS[goes_back]), action._replace(kind=RECEIVES[goes_back])
+                send = action._replace(kind=SENDS[goes_back])
+                receive = action._replace(kind=RECEIVES[goes_back])
                 found[action] = send, receive._replace(stage=stage)
         return found
 

@@ -111,7 +111,8 @@ class PipelineLinks:
         Raises ValueError for values that cannot be sent; then nothing has been sent.
         """
         values = tuple(each.detach().contiguous() for each in values)
-        form, found = self._forward_form(action), MessageForm.of(values)
+        form = self._forward_form(action)
+        found = MessageForm.of(values)
         expected = found if form is None else self._of(action, form)
         if found != expected:
             raise ValueError(
@@ -126,7 +127,8 @@ class PipelineLinks:
 
     def send_failed(self, action: Action, target: int) -> None:
         """Send zeros to ``target`` in place of the result of ``action``, which has failed or was left out."""
-        form, message = self._forward_form(action), self._begin_message(target)
+        form = self._forward_form(action)
+        message = self._begin_message(target)
         if form is not None:
             for shape, dtype in self._of(action, form).tensors:
                 message.append(self._send(torch.zeros(shape, dtype=dtype, device=self.device), target))

@@ -48,7 +48,8 @@ class Block:
 
     def times(self, rank: int) -> tuple[tuple[int, int, Kind], ...]:
         """(time, stage, kind) of the four actions of ``rank`` on micro-batch 0."""
-        there, back = self.first * rank, self.second * (self.ranks - 1 - rank)
+        there = self.first * rank
+        back = self.second * (self.ranks - 1 - rank)
         middle = self.first * (self.ranks - 1) + 1
         half = middle + self.second * (self.ranks - 1) + 1 + self.pauses[0]
         mirror = 2 * self.ranks - 1 - rank
@@ -157,7 +158,8 @@ def _dualpipe_row(ranks: int, rank: int, micro_batches: int) -> list[Action]:
         if word == "W":
             row.append(weights.popleft())
             continue
-        kind, stage = Kind(word[0]), (rank, 2 * ranks - 1 - rank)[int(word[1])]
+        kind = Kind(word[0])
+        stage = (rank, 2 * ranks - 1 - rank)[int(word[1])]
         # One count for all backwards of a stage, whole (B) or not (I).
         counted = f"{stage}{kind is Kind.FORWARD}"
         row.append(Action(stage, kind, counts[counted]))

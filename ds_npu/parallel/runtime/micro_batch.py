@@ -38,7 +38,8 @@ class MicroBatch:
         if isinstance(x, torch.Tensor):
             _MICRO_BATCH.set(x, self)
             with torch._C.DisableTorchFunctionSubclass():
-                storage, is_whole = x.untyped_storage(), x.untyped_storage().nbytes() == x.nbytes
+                storage = x.untyped_storage()
+                is_whole = x.untyped_storage().nbytes() == x.nbytes
             if is_whole:
                 _MICRO_BATCH.set(storage, self)
 

@@ -145,7 +145,8 @@ class PairRunner:
 
         Raises the error of the first pass that fails, when both have ended: the other ends where it would go on next.
         """
-        pair, settings = _Pair(), _ThreadSettings(self._device)
+        pair = _Pair()
+        settings = _ThreadSettings(self._device)
         with passes[0].within(pair, PassKind.FORWARD), passes[1].within(pair, PassKind.BACKWARD):
             compute = partial(settings.call, backward)
             behind = self._threads.submit(copy_context().run, pair.run, PassKind.BACKWARD, compute)

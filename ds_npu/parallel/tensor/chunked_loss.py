@@ -94,7 +94,8 @@ def _chunk(
     own_top_C = e_CV.amax(1)
     target_C = e_CV.gather(1, targets.index).squeeze(1).masked_fill_(targets.elsewhere, 0)
     # Label smoothing: part of the target is the mean of all words.
-    kept, spread = 1 - chunking.smoothing, chunking.smoothing / head.words
+    kept = 1 - chunking.smoothing
+    spread = chunking.smoothing / head.words
     if chunking.smoothing:
         target_C = kept * target_C + spread * e_CV.sum(1)
     e_CV.sub_(own_top_C[:, None]).exp_()
@@ -144,14 +145,16 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradients.add(rows, hidden_TH, cast_VH, gradient_CV)
             del gradient_CV
         gradients.sum_hidden(head.group)
-        ctx.sink, ctx.dtypes = gradient_sink(weight_VH), (hidden_TH.dtype, weight_VH.dtype)
+        ctx.sink = gradient_sink(weight_VH)
+        ctx.dtypes = (hidden_TH.dtype, weight_VH.dtype)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         return losses_T.masked_fill_(targets.ignored, 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: _ChunkedContext, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (scale,), (of_hidden, of_weight, of_bias) = gradients, ctx.saved_tensors
+        (scale,) = gradients
+        of_hidden, of_weight, of_bias = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         return (
             None if of_hidden is None else (of_hidden.to(scale.dtype) * scale).to(hidden_dtype),

@@ -50,7 +50,8 @@ class LocalTargets:
     @staticmethod
     def among(targets_T: torch.Tensor, ignore_index: int, start: int, words: int) -> LocalTargets:
         """The targets among this rank's words, ``words`` of them from ``start`` on."""
-        ignored_T, local_T = targets_T == ignore_index, targets_T - start
+        ignored_T = targets_T == ignore_index
+        local_T = targets_T - start
         elsewhere_T = (local_T < 0) | (local_T >= words) | ignored_T
         return LocalTargets(local_T.masked_fill(elsewhere_T, 0).unsqueeze(1), elsewhere_T, ignored_T)
 

@@ -120,7 +120,8 @@ def check_adoptable(embedding: nn.Embedding, size: int) -> None:
 
 def _keep_rows(embedding: nn.Embedding, topology: Topology) -> tuple[int, int]:
     """Reduce the weight to this rank's rows, in place; returns their range."""
-    sharding, rank = shard_sections(0, [embedding.num_embeddings], topology.size("tp")), topology.rank("tp")
+    sharding = shard_sections(0, [embedding.num_embeddings], topology.size("tp"))
+    rank = topology.rank("tp")
     keep_shard(embedding.get_parameter("weight"), sharding, rank)
     (rows,) = sharding.ranges[rank]
     return rows

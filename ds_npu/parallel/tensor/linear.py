@@ -162,7 +162,9 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _RowContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        axis, layout, dy = ctx.axis, ctx.layout, dys[0].contiguous()
+        axis = ctx.axis
+        layout = ctx.layout
+        dy = dys[0].contiguous()
         matrix = layout.input_gradient(weight)
         if axis.sequence_parallel:
             gathered = ctx.needs_input_grad[3]
@@ -193,7 +195,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _LinearContext, *dys: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight, bias), layout, dy = ctx.saved_tensors, ctx.layout, dys[0]
+        x, weight, bias = ctx.saved_tensors
+        layout = ctx.layout
+        dy = dys[0]
         wanted = ctx.needs_input_grad
         dx = torch.matmul(dy, layout.input_gradient(weight)) if wanted[0] else None
         gradient = taken(ctx.sink, layout.weight_gradient(weight, x, dy)) if wanted[2] else None

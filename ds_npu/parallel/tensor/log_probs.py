@@ -85,7 +85,8 @@ class _Scores(torch.autograd.Function):
         head: _Head,
     ) -> TokenScores:
         ctx.set_materialize_grads(False)
-        words, local_T = len(weight_VH), targets_T - head.shard.start
+        words = len(weight_VH)
+        local_T = targets_T - head.shard.start
         elsewhere_T = (local_T < 0) | (local_T >= words)
         index_T1 = local_T.clamp(0, words - 1).unsqueeze(1)
         column_V = torch.arange(words, device=hidden_TH.device)
@@ -118,7 +119,8 @@ class _Scores(torch.autograd.Function):
         dist.all_reduce(sums_5T, group=head.shard.group)
         e_T, e_logit_T, e_squared_T, logit_T, target_T = sums_5T
         log_e_T = e_T.log()
-        log_z_T, entropy_T = top_T + log_e_T, log_e_T - e_logit_T / e_T
+        log_z_T = top_T + log_e_T
+        entropy_T = log_e_T - e_logit_T / e_T
         scores = TokenScores(
             target_T - top_T - log_e_T,
             entropy_T,

@@ -78,7 +78,8 @@ def _seconds(call: OverlapCall, pieces: int, near: int, machine: Machine) -> flo
     tokens = math.ceil(call.batch * call.rows / pieces) * call.ranks
     multiplied = _product_seconds(call, tokens, machine) + _copy_seconds(call, pieces, machine) / pieces
     slower = (pieces - 1) * max(message, multiplied)
-    computed, ended = pieces * multiplied, message + slower + multiplied
+    computed = pieces * multiplied
+    ended = message + slower + multiplied
     if call.hides:
         ended = max(ended, 2 * computed) - computed
     operators = len(call.products) + len(_copied_widths(call, pieces))

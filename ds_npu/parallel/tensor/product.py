@@ -202,7 +202,8 @@ class WeightLayout:
         """The product of the gradient of ``weight`` from ``x`` [..., K] and ``dy`` [..., N], for its sink."""
         if self.product is not None:
             return self.product.weight_gradient(x, dy, partial(replace(self, product=None).weight_gradient, weight))
-        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        x = x.reshape(-1, x.shape[-1])
+        dy = dy.reshape(-1, dy.shape[-1])
         if self.outputs is not None:
             return _PickedProduct(self, dy, x, weight.shape)
         return MatrixProduct(x, dy) if self.transposed else MatrixProduct(dy, x)

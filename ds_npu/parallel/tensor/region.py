@@ -79,7 +79,11 @@ class RegionInput(torch.Tensor):
             shape[SEQUENCE_DIM] = shards.length
         # One element, expanded to the whole shape: no memory, and no values to read.
         made = source.new_empty(()).expand(shape).as_subclass(RegionInput)
-        made.source, made.axis, made.shards, made.projected, made._entered = source, axis, shards, {}, None
+        made.source = source
+        made.axis = axis
+        made.shards = shards
+        made.projected = {}
+        made._entered = None
         return made
 
     def entered(self) -> torch.Tensor:
@@ -149,7 +153,8 @@ def make_region(
 
     It runs in ``random_numbers``. With ``sequences`` its hidden states are sequence shards.
     """
-    name, who = first_parameter_name(module), type(module).__name__
+    name = first_parameter_name(module)
+    who = type(module).__name__
     parameters = list(inspect.signature(module.forward).parameters)
 
     def enter(x: torch.Tensor, keywords: Keywords) -> RegionInput:
@@ -203,7 +208,8 @@ def run_on_whole_sequences(
 
     The gradients of its weights are then whole on each rank. It runs in ``random_numbers``, the same on all ranks.
     """
-    name, who = first_parameter_name(module), type(module).__name__
+    name = first_parameter_name(module)
+    who = type(module).__name__
 
     def whole(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         given = _argument(name, args, kwargs)

@@ -122,7 +122,8 @@ def _length_told(keywords: Keywords) -> set[int]:
 
 def whole_length(x_BsH: torch.Tensor, keywords: Keywords) -> int:
     """The tokens of the sequences of which ``x``, from the stage before, is a shard. Raises ValueError if unknown."""
-    told, looked_up = _length_told(keywords), SEQUENCE_LENGTH.of(running())
+    told = _length_told(keywords)
+    looked_up = SEQUENCE_LENGTH.of(running())
     if told:
         return told.pop()
     if looked_up is None:

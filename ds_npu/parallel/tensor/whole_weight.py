@@ -108,7 +108,9 @@ class WholeWeight(torch.Tensor):
     def of(parameter: torch.Tensor, shard: WeightShard) -> WholeWeight:
         make: Callable[..., WholeWeight] = torch.Tensor._make_wrapper_subclass
         made = make(WholeWeight, shard.shape, dtype=parameter.dtype, device=parameter.device)
-        made.parameter, made.shard, made._whole = parameter, shard, None
+        made.parameter = parameter
+        made.shard = shard
+        made._whole = None
         return made
 
     def gathered(self, what: str) -> torch.Tensor:

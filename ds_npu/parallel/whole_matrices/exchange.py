@@ -38,10 +38,12 @@ class MatrixExchange:
         ``like``: an empty tensor of the dtype in which gradients travel, on the device; ``dtype``: of the results of
         ``iteration``, in which updates travel.
         """
-        pending, returning = self._send(0, flats, like), None
+        pending = self._send(0, flats, like)
+        returning = None
         for index, wave in enumerate(self.waves):
             assert pending is not None, "each wave is sent before it is iterated"
-            gradients, pending = pending.wait(), self._send(index + 1, flats, like)
+            gradients = pending.wait()
+            pending = self._send(index + 1, flats, like)
             updates = self._iterated(wave, gradients, iteration, dtype)
             if returning is not None:
                 _write(flats, self.waves[index - 1].updated.pieces, returning.wait())

@@ -31,9 +31,11 @@ ALIGNMENT = 2
 
 def contiguous(weights: Sequence[tuple[int, int]], numel: int, ranks: int, rank: int) -> Iterator[Run]:
     """The runs of DeepSpeed's own partitions: equal parts of the buffer, in the order of the ranks."""
-    begin, end = numel // ranks * rank, numel // ranks * (rank + 1)
+    begin = numel // ranks * rank
+    end = numel // ranks * (rank + 1)
     for index, (offset, size) in enumerate(weights):
-        start, stop = max(offset, begin), min(offset + size, end)
+        start = max(offset, begin)
+        stop = min(offset + size, end)
         if start < stop:
             yield index, start - offset, start - begin, stop - start
 
@@ -91,7 +93,8 @@ class _Shards:
             dims = tuple(sum(b - a for a, b in each) for each in ranges_of(placement, ranks))
             shapes[index] = dims[3 - len(placement.shape) :]
         order = sorted(shapes, key=lambda index: shapes[index], reverse=True)
-        self._weights, self._ranks = [weights[index] for index in order], ranks
+        self._weights = [weights[index] for index in order]
+        self._ranks = ranks
         self._numels = [math.prod(shapes[index]) for index in order]
         self._parts, self._part = 1, 0
         for axis in weights[0].placement.data_axes:
@@ -116,5 +119,6 @@ class _Shards:
 
     def holding(self, portion: int, is_partitioned: bool, run: _Run) -> WeightHolding:
         placement, matrix_rows = self._weights[run.weight]
-        copy, ranges = copy_of(placement, self._ranks, is_partitioned), ranges_of(placement, self._ranks)
+        copy = copy_of(placement, self._ranks, is_partitioned)
+        ranges = ranges_of(placement, self._ranks)
         return WeightHolding(placement.name, placement.shape, *ranges, *run[1:], portion, copy, matrix_rows)

@@ -110,7 +110,8 @@ def matrices_of(weight: WeightHolding) -> Iterator[Matrix]:
 
 def pieces_of(weight: WeightHolding, rank: int, indices: dict[Matrix, int]) -> Iterator[MatrixPiece]:
     """The pieces that ``rank`` has of the matrices of ``weight``, in the order of its tensor; ``indices``: of those."""
-    own_rows, own_columns = _length(weight.rows), _length(weight.columns)
+    own_rows = _length(weight.rows)
+    own_columns = _length(weight.columns)
     held = range(weight.first, weight.first + weight.numel)
     for matrix in matrices_of(weight):
         offset = _position(weight.leading, matrix.leading)
@@ -118,7 +119,8 @@ def pieces_of(weight: WeightHolding, rank: int, indices: dict[Matrix, int]) -> I
             continue
         for row, first, rows in _common(weight.rows, matrix.first_row, matrix.rows):
             begin = (offset * own_rows + first) * own_columns
-            start, stop = max(begin, held.start), min(begin + rows * own_columns, held.stop)
+            start = max(begin, held.start)
+            stop = min(begin + rows * own_columns, held.stop)
             if start < stop:
                 tiles = tuple(_tiles(row, start - begin, stop - begin, weight.columns))
                 position = weight.start + start - weight.first
@@ -138,7 +140,8 @@ def _tiles(row: int, start: int, stop: int, columns: Ranges) -> Iterator[MatrixT
         right = end - (above + rows - 1) * width
         offset = 0
         for first, last in columns:
-            low, high = max(left, offset), min(right, offset + last - first)
+            low = max(left, offset)
+            high = min(right, offset + last - first)
             if low < high:
                 column = first + low - offset
                 yield MatrixTile(start - base, right - left, low - left, row + above, rows, column, high - low)
@@ -150,7 +153,8 @@ def _common(ranges: Ranges, first: int, length: int) -> Iterator[tuple[int, int,
     """The parts of ``ranges`` in ``length`` indices from ``first``: (index from first, offset in ranges, length)."""
     offset = 0
     for start, stop in ranges:
-        low, high = max(start, first), min(stop, first + length)
+        low = max(start, first)
+        high = min(stop, first + length)
         if low < high:
             yield low - first, offset + low - start, high - low
         offset += stop - start

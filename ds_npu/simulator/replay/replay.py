@@ -150,7 +150,8 @@ class Replay:
                     return
                 self._launch(host, stream, action, 0)
             elif action.event is None:
-                begun, host.now = host.now, host.now + self._price(action).nanoseconds
+                begun = host.now
+                host.now = host.now + self._price(action).nanoseconds
                 self._spans.append(Span(action, begun, host.now, begun))
             else:
                 host.waits = action, host.now
@@ -213,7 +214,8 @@ class Replay:
         stream.free, stream.runs = time, False
         stream.holds -= 1
         if stream.held_back is not None:
-            (host, awaited), stream.held_back = stream.held_back, None
+            host, awaited = stream.held_back
+            stream.held_back = None
             self._launch(host, stream, awaited, time)
             self._advance(host)
         else:

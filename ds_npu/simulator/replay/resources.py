@@ -63,5 +63,7 @@ class Resources:
             if rate == job.rate:
                 continue
             job.remaining = max(0.0, job.remaining - (now - job.since) * job.rate)
-            job.since, job.rate, job.version = now, rate, job.version + 1
+            job.since = now
+            job.rate = rate
+            job.version = job.version + 1
             self._schedule(now + round(job.remaining / rate), job, job.version)

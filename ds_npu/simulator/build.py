@@ -40,6 +40,9 @@ SONAMES = (
 )
 """The libraries of CANN that torch_npu links or opens by name: links to LIBRARY, which the loader opens once."""
 
+LINKED_FROM = "lib64"
+"""The folder of the toolkit that DeepSpeed's builders of operators link CANN's libraries from."""
+
 LINKED = ("libtorch_cpu.so", "libc10.so")
 """torch's libraries that LIBRARY needs. It does not say where they are: the process that opens it has loaded them."""
 TORCH_NPU = "libtorch_npu.so"
@@ -134,7 +137,7 @@ def built() -> Path:
 
 
 def _is_whole(home: Path) -> bool:
-    linked = all((home / soname).is_symlink() and (home / soname).exists() for soname in SONAMES)
+    linked = all((home / name).is_symlink() and (home / name).exists() for name in (*SONAMES, LINKED_FROM))
     folders = all((home / folder).is_dir() for folder in CANN_FOLDERS)
     tools = (home / MSPROF_SCRIPT).exists() and (home / MSPROF_FOLDER / "msprof").exists()
     return linked and folders and tools and is_sealed(home / LIBRARY) and is_sealed(home / CONTENTS)
@@ -162,6 +165,7 @@ def _build(toolchain: Toolchain, home: Path) -> None:
         _link(toolchain, objects, {name for names in contents.values() for name in names}, making)
         for soname in SONAMES:
             (making / soname).symlink_to(LIBRARY)
+        (making / LINKED_FROM).symlink_to(".")
         _install_msprof(making)
         seal(making / LIBRARY)
         seal(making / CONTENTS)

@@ -44,6 +44,14 @@ def test_without_a_compiler_there_is_one_error_that_says_what_to_install(tmp_pat
     assert "apt-get install g++" in line
 
 
+def test_operators_link_libraries_from_the_folder_that_a_toolkit_has(tmp_path):
+    source = tmp_path / "operator.cpp"
+    source.write_text('extern "C" int aclInit(const char *); int started() { return aclInit(nullptr); }')
+    flags = f"-shared -fPIC -Wl,--no-undefined {source} -o {tmp_path / 'operator.so'}"
+    done = simulated.sim("--", "sh", "-c", f'g++ {flags} -L"$ASCEND_HOME_PATH"/lib64 -lascendcl')
+    assert done.returncode == 0, done.stderr
+
+
 # Takes its time, writes down what it compiles, and makes an object without any function of CANN's.
 COMPILER = """#!/bin/bash
 while [ $# -gt 1 ]; do

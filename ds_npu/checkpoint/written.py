@@ -280,9 +280,8 @@ class WrittenCheckpoint(CheckpointFolder):
         width = _width(here[0])
         reached = block.rows.source * width
         end = (block.rows.source + block.rows.length) * width
-        runs = sorted(
-            {run for part in here if (run := run_of(part)) is not None and run.numel}, key=lambda run: run.first
-        )
+        held = {run for part in here if (run := run_of(part)) is not None and run.numel}
+        runs = sorted(held, key=lambda run: run.first)
         pieces = []
         for run in runs:
             stop = min(run.first + run.numel, end)

@@ -98,8 +98,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
-        session = kwargs["config_class"].ds_npu
-        model = kwargs["model"]
+        session, model = kwargs["config_class"].ds_npu, kwargs["model"]
         check_whole(model, session.topology.degrees)
         check_no_own_experts(model, session.topology.degrees)
         check_not_quantized(model, session.topology.degrees)
@@ -265,8 +264,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
                 self.allreduce_no_retain(bucket, numel_per_bucket=elements_per_buffer, **over)
 
     def clip_fp32_gradients(self) -> None:
-        weights = self.module.parameters()
-        clip_norm = self.gradient_clipping()
+        weights, clip_norm = self.module.parameters(), self.gradient_clipping()
         self._global_grad_norm = clip_gradients(weights, clip_norm, self.topology, self.model_axes)
 
     # A float64 model keeps float64 gradients. DeepSpeed knows three dtypes and would round them to float32; its

@@ -124,17 +124,10 @@ class AnyLayoutCheckpoints(TopologyEngine):
         if engine is None:
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         try:
-            _on_every_rank(lambda: self._prepare_own_files(engine, folder, Asked(*args, **kwargs)))
+            _on_every_rank(lambda: _prepare_own_files(self, engine, folder, Asked(*args, **kwargs)))
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
         finally:
             engine.forget_prepared()
-
-    def _prepare_own_files(self, engine: AllowedFilesEngine, folder: Path, asked: Asked) -> None:
-        """Read what DeepSpeed will ask for; raises CheckpointError, with nothing written to the model."""
-        for path in self._own_files(folder, asked):
-            content = engine.prepare(path)
-            if self.zero_optimization_partition_weights() and ZERO in content:
-                put_offloaded(self, folder, content[ZERO])
 
     def _own_files(self, folder: Path, asked: Asked) -> list[Path]:
         """The files in ``folder`` that DeepSpeed reads on this rank."""
@@ -166,8 +159,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         exclude_frozen_parameters: bool = False,
     ) -> None:
         super()._save_checkpoint(save_dir, tag, client_state or {}, exclude_frozen_parameters)
-        folder = Path(save_dir, str(tag))
-        engine = self.checkpoint_engine
+        folder, engine = Path(save_dir, str(tag)), self.checkpoint_engine
         path = manifest_path(folder, dist.get_rank())
         manifest = manifest_of(self, folder, exclude_frozen_parameters)
         if isinstance(engine, CheckpointTransaction):
@@ -252,6 +244,14 @@ class AnyLayoutCheckpoints(TopologyEngine):
     def optimizer_layout(self) -> OptimizerLayout | None:
         """Where the optimizer has its weights and their state; None without one, or where that is not known."""
         return layout_of_optimizer(self.optimizer, list(self.module.parameters()))
+
+
+def _prepare_own_files(engine: AnyLayoutCheckpoints, files: AllowedFilesEngine, folder: Path, asked: Asked) -> None:
+    """Read what DeepSpeed will ask for; raises CheckpointError, with nothing written to the model."""
+    for path in engine._own_files(folder, asked):
+        content = files.prepare(path)
+        if engine.zero_optimization_partition_weights() and ZERO in content:
+            put_offloaded(engine, folder, content[ZERO])
 
 
 def _names_of_shared(model: nn.Module) -> dict[str, list[str]]:

@@ -35,6 +35,15 @@ class _KeptShard:
     is_used: bool = False
     """Whether the loss was computed from them."""
 
+    def check_used(self, who: str, error: Exception | None = None) -> None:
+        """Raise ValueError, from the ``error`` of ``who``, if any, where shards were made and its loss is its own."""
+        if self.is_computed and not self.is_used:
+            raise ValueError(
+                f"{who} did not call its loss_function in training on labels, so its loss is its own, and was computed "
+                "from logits that ds_npu.parallel.tensor has sharded. What to do: give it no labels, and compute the "
+                "loss from its logits"
+            ) from error
+
 
 class ShardedHead:
     """The head of one model, and the link of its loss; ``vocabulary``: its words over the tensor ranks."""
@@ -79,7 +88,12 @@ class ShardedHead:
                 loss.check_not_replaced(model)
             with new_forward() as micro_batch:
                 self._kept.set(micro_batch, kept)
-                out = forward(*args, **kwargs)
+                try:
+                    out = forward(*args, **kwargs)
+                except (ValueError, RuntimeError) as error:
+                    if kept is not None and not isinstance(error, torch.OutOfMemoryError):
+                        kept.check_used(type(model).__name__, error)
+                    raise
             return out if kept is None else self._guarded(out, kept, type(model).__name__)
 
         loss = wrap_loss(model, self, LossLevel.VOCABULARY, "parallel.tensor")
@@ -87,12 +101,7 @@ class ShardedHead:
 
     def _guarded(self, out: T, kept: _KeptShard, who: str) -> T:
         """``out`` of a forward that kept its logits, with a guard on them; raises ValueError for a loss of its own."""
-        if kept.is_computed and not kept.is_used:
-            raise ValueError(
-                f"{who} did not call its loss_function in training on labels, so its loss is its own, and was computed "
-                "from logits that ds_npu.parallel.tensor has sharded. What to do: give it no labels, and compute the "
-                "loss from its logits"
-            )
+        kept.check_used(who)
         if isinstance(out, dict) and "logits" in out:
             ranks = f"{len(self.vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
             described = f"logits of {self.vocabulary.size} words, in training on labels, are sharded over {ranks}"

@@ -17,7 +17,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, LOSS_SCALER, OPTIMI
 
 from ds_npu.zero_ext.method_wraps import MethodLevel, replace_method, wrap_method
 
-OF_PRECISION = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
+OF_LOSS_SCALING = (LOSS_SCALER, "dynamic_loss_scale", "overflow")
 """Attributes of ZeRO 3's optimizer that its state dict has under the same keys."""
 
 
@@ -68,7 +68,7 @@ class _StatesOnDisk:
     def load(self, state: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         """Take ``state`` in, and give the model's weights the values of their masters."""
         optimizer = self.optimizer
-        vars(optimizer).update({key: state[key] for key in OF_PRECISION})
+        vars(optimizer).update({key: state[key] for key in OF_LOSS_SCALING})
         if load_optimizer_states:
             if self.swapper is not None:
                 self.swapper.purge_state()
@@ -85,10 +85,8 @@ class _StatesOnDisk:
 
     def _put(self, index: int, values: torch.Tensor, with_weights: bool, with_moments: bool) -> None:
         """Make ``values`` the master of a sub-group, and its weights'; its moments, in memory, go to the disk too."""
-        master, is_swapped = (
-            self.optimizer.fp32_partitioned_groups_flat[index],
-            index in swapped_masters(self.optimizer),
-        )
+        master = self.optimizer.fp32_partitioned_groups_flat[index]
+        is_swapped = self.optimizer._swappable_optimizer_subgroup(index)
         if is_swapped:
             master.data = values.to("cpu", master.dtype)
         else:

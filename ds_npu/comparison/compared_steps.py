@@ -168,10 +168,8 @@ class StepComparison:
             for x, y in zip(a.samples[sample], b.samples[sample], strict=False):
                 error = self._sample_error(x, y)
                 if error > worst:
-                    worst, detail = (
-                        error,
-                        f"sample {sample[:8]}, micro-batch {x.where[1]} of data rank {x.where[0]} in A",
-                    )
+                    worst = error
+                    detail = f"sample {sample[:8]}, micro-batch {x.where[1]} of data rank {x.where[0]} in A"
         return Row(self.step, key[0], key[1], worst, explained, detail)
 
     def _sample_error(self, a: SamplePieces, b: SamplePieces) -> float:

@@ -9,9 +9,8 @@ from ranks import run_on_ranks
 
 ON_DISK, ALL = 4, 7
 FIRST, WEIGHTS = [(0, 2), (1, 5), (4, 1)], [(7, 7), (8, 8)]
-PAIRS = (
-    FIRST + WEIGHTS + [(a, b) for a in range(ALL) for b in range(ALL) if min(a, b) < ON_DISK and (a, b) not in FIRST]
-)
+OTHERS = [(a, b) for a in range(ALL) for b in range(ALL) if min(a, b) < ON_DISK and (a, b) not in FIRST]
+PAIRS = FIRST + WEIGHTS + OTHERS
 
 
 @pytest.mark.slow

@@ -12,16 +12,21 @@ COLUMNS = 80
 
 
 def wide_packs(source: Source) -> Iterator[str]:
-    """Lines that assign several values, none of which reads what another one is assigned to."""
+    """Long assignments of several values, none of which reads what another one is assigned to."""
     inside = {id(each): each for function in source.functions() for each in ast.walk(function)}
     for node in inside.values():
-        if isinstance(node, ast.Assign) and node.end_col_offset > COLUMNS and _is_apart(node):
+        if isinstance(node, ast.Assign) and _is_apart(node) and _columns(node) > COLUMNS:
             yield f"{source.path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def _columns(node: ast.Assign) -> int:
+    """The columns of a line that has all of ``node``."""
+    return node.end_col_offset if node.lineno == node.end_lineno else node.col_offset + len(ast.unparse(node))
 
 
 def _is_apart(node: ast.Assign) -> bool:
     target, value = node.targets[0], node.value
-    if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and node.lineno == node.end_lineno):
+    if not (isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)):
         return False
     if any(isinstance(each, ast.Starred) for each in (*target.elts, *value.elts)):
         return False
@@ -51,6 +56,7 @@ def test_values_are_assigned_one_below_the_other():
     [
         (f"a, b = {'c' * 40}, {'d' * 40}", True),
         (f"self.a, b = {'c' * 40}, {'d' * 40}", True),
+        (f"a, b = (\n        {'c' * 40},\n        {'d' * 40},\n    )", True),
         ("a, b = c, d", False),
         (f"self.{'c' * 20}, self._{'d' * 20} = {'c' * 20}, {'d' * 20}", False),
         (f"a, b = b, {'c' * 40}(a, {'d' * 40})", False),

@@ -102,11 +102,10 @@ EXPERTS_OF_EIGHT = [
 """Stages of ZeRO and sections."""
 
 
-def layouts_of(kind: Kind, ranks: int) -> list[tuple[int, dict]]:
+def layouts_of(kind: Kind, ranks: int) -> list[Layout]:
     """The layouts of a sort of training, each with all that its section has."""
-    of_four, of_eight = (
-        (DENSE, DENSE_OF_EIGHT) if kind.family in ("llama", "gpt2", "phi3") else (EXPERTS, EXPERTS_OF_EIGHT)
-    )
+    is_dense = kind.family in ("llama", "gpt2", "phi3")
+    of_four, of_eight = (DENSE, DENSE_OF_EIGHT) if is_dense else (EXPERTS, EXPERTS_OF_EIGHT)
     found = of_eight if ranks == 8 else of_four
     if kind.optimizer == "Muon":
         # The matrices' owners step on their devices: offloading is refused.
@@ -212,9 +211,7 @@ def hold(kind: Kind, pairs: Sequence[tuple[int, int]], folder: str) -> None:
     hold_layouts(kind, layouts_of(kind, dist.get_world_size()), pairs, folder)
 
 
-def hold_layouts(
-    kind: Kind, layouts: Sequence[tuple[int, dict]], pairs: Sequence[tuple[int, int]], folder: str
-) -> None:
+def hold_layouts(kind: Kind, layouts: Sequence[Layout], pairs: Sequence[tuple[int, int]], folder: str) -> None:
     """The same with pairs of ``layouts``."""
     expected, states = None if kind.is_narrow else expected_of(kind), {}
     for index in sorted({first for first, _ in pairs}):
@@ -234,7 +231,7 @@ def hold_layouts(
         engine.destroy()
 
 
-def save(kind: Kind, layout: tuple[int, dict], folder: str, expected: Expected | None) -> Mapping[str, str]:
+def save(kind: Kind, layout: Layout, folder: str, expected: Expected | None) -> Mapping[str, str]:
     """Train and save; where saves are asynchronous with a step in between. Returns digests of narrow states."""
     engine = engine_of(kind, *layout)
     dtype = torch.bfloat16 if expected is None else torch.float32

@@ -36,12 +36,13 @@ class _KeptShard:
     """Whether the loss was computed from them."""
 
     def check_used(self, who: str, error: Exception | None = None) -> None:
-        """Raise ValueError, from the ``error`` of ``who``, if any, where shards were made and its loss is its own."""
+        """Raise ValueError if the model ``who`` has computed a loss of its own; ``error``: what it has ended with."""
         if self.is_computed and not self.is_used:
+            ended = "" if error is None else f" (it ended with {type(error).__name__}: {error})"
             raise ValueError(
                 f"{who} did not call its loss_function in training on labels, so its loss is its own, and was computed "
-                "from logits that ds_npu.parallel.tensor has sharded. What to do: give it no labels, and compute the "
-                "loss from its logits"
+                f"from logits that ds_npu.parallel.tensor has sharded{ended}. What to do: give it no labels, and "
+                "compute the loss from its logits"
             ) from error
 
 
@@ -91,7 +92,8 @@ class ShardedHead:
                 try:
                     out = forward(*args, **kwargs)
                 except (ValueError, RuntimeError) as error:
-                    if kept is not None and not isinstance(error, torch.OutOfMemoryError):
+                    # Subclasses (out of memory, a lost rank) say what they are.
+                    if kept is not None and type(error) in (ValueError, RuntimeError):
                         kept.check_used(type(model).__name__, error)
                     raise
             return out if kept is None else self._guarded(out, kept, type(model).__name__)

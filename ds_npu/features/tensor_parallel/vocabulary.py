@@ -92,7 +92,7 @@ class ShardedHead:
                 try:
                     out = forward(*args, **kwargs)
                 except (ValueError, RuntimeError) as error:
-                    # Subclasses (out of memory, a lost rank) say what they are.
+                    # Subclasses (out of memory, a failed rank) say what they are.
                     if kept is not None and type(error) in (ValueError, RuntimeError):
                         kept.check_used(type(model).__name__, error)
                     raise

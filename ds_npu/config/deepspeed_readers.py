@@ -128,7 +128,7 @@ def deepspeed_problems(ds_config: Config) -> Iterator[Problem]:
     yield from broken
     # Rules read only sections without mistakes.
     values = {path: read.values for path, read in reads.items() if not read.problems}
-    for rule in (_two_types, _summed_gradients, _sharded_masters):
+    for rule in (_two_types, _summed_gradients, _sharded_masters, _disks_without_folder):
         yield from rule(ds_config, values)
     if not broken:
         yield from _optimizer(ds_config)
@@ -235,6 +235,18 @@ def _sharded_masters(ds_config: Config, sections: dict[str, Values]) -> Iterator
     values = sections.get(bf16, {})
     if values.get("bf16_optimizer_states") and not values[MASTERS]:
         yield Problem(f"{bf16}.bf16_optimizer_states", True, f"false, or {bf16}.{MASTERS} true")
+
+
+def _disks_without_folder(ds_config: Config, sections: dict[str, Values]) -> Iterator[Problem]:
+    if sections.get("zero_optimization", {}).get("stage") != 3:
+        return
+    for what in ("offload_optimizer", "offload_param"):
+        path = f"zero_optimization.{what}"
+        if value_of(ds_config, f"{path}.device") == "nvme" and value_of(ds_config, f"{path}.nvme_path") in (
+            NOTHING,
+            None,
+        ):
+            yield Problem(f"{path}.nvme_path", None, f'the path of a folder on the disk, with {path}.device "nvme"')
 
 
 def _bf16(ds_config: Config) -> str:

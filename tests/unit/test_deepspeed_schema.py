@@ -292,6 +292,10 @@ MISTAKES = [
     ({"zero_optimization": {"mics_shard_size": 1}}, "MiCS ZeRO-3 sharding has been removed"),
     ({"zero_optimization": "x"}, 'zero_optimization: found "x"; an object with some of the keys stage, '),
     ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "one of 'none', 'cpu', 'nvme'"),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+        "zero_optimization.offload_param.nvme_path: found null; the path of a folder on the disk",
+    ),
     ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size: found 0; an integer > 0"),
     ({"bf16": 0.5}, "bf16: found 0.5; an object with some of the keys enabled, "),
     ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled: found "maybe"; true or false'),

@@ -24,6 +24,7 @@ from ds_npu.engine.session import world_size
 INSTALLED = version("deepspeed").split("+")[0]
 STRICTER = {
     "*.strict": "an argument of DeepSpeed's base model, which a section's key of that name sets",
+    "*.nvme_path": "ZeRO 3 makes a path of it, and ends there, when it is made",
     "timers": "DeepSpeed looks for 'throughput' in a text or a list, too, and finds none",
     "torch_autocast.lower_precision_safe_modules": "DeepSpeed reads a text as letters, an object as its keys",
     "vocabulary_size": "DeepSpeed formats a text with %",

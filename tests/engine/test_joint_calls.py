@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-import time
+from datetime import timedelta
 
 import gradient_rule as rule
 import pytest
@@ -27,7 +27,7 @@ def alone_in_calls() -> None:
     def case(name: str, timeout_s: float) -> joint_calls.JointCalls:
         record = FailureRecord.of_this_world()
         record.store = dist.PrefixStore(name, record.store)
-        joint_calls._timeout_s = lambda store: timeout_s
+        record.store.set_timeout(timedelta(seconds=timeout_s))
         return joint_calls.JointCalls(record)
 
     def error_of(calls: joint_calls.JointCalls, name: str) -> str:
@@ -41,32 +41,32 @@ def alone_in_calls() -> None:
             begun.append(number)
             calls.say_where()
     assert begun == [0, 1, 2] and calls.number == 3
+    dist.barrier()
 
     calls = case("one does not come", 3.0)
     if rank < 2:
         said = error_of(calls, "save")
-        assert re.match(r"save ends, after \d s, the timeout of the process group: in it are ranks 0, 1 of 3; ", said)
-        assert re.search(
-            r"; rank 2 is at \S+/test_joint_calls.py:\d+ in alone_in_calls: .*\. Every rank must ", said
-        ), said
+        told = r"save ends, after \d s, the timeout of the process group: in it are ranks 0, 1 of 3; rank 2 is at "
+        assert re.match(told + r"\S+/test_joint_calls.py:\d+ in alone_in_calls: .*\. Every rank must ", said), said
     else:
-        time.sleep(0.3)
+        calls.record.store.wait(["joint call 1"])
         calls.say_where()  # the rank stands here
     dist.barrier()
 
     calls = case("one ends", 60.0)
     if rank:
-        assert error_of(calls, "save").startswith(
-            "save ends, rank 0 has ended: in it are ranks 1, 2 of 3; rank 0 is at the end of its script. "
-        )
+        said = error_of(calls, "save")
+        told = "save ends, rank 0 has ended: in it are ranks 1, 2 of 3; rank 0 is at the end of its script. "
+        assert said.startswith(told), said
     else:
+        calls.record.store.wait([f"place of rank {other} at joint call 1" for other in (1, 2)])
         calls._end(calls.record)
     dist.barrier()
 
     calls = case("two calls", 60.0)
     said = error_of(calls, "load" if rank == 2 else "save")
-    assert "ends, rank 2 calls load, where save was called first: " in said or "calls save, where load was" in said
-    assert said.startswith("load ends, " if rank == 2 else "save ends, ")
+    told = "rank 2 calls load, where save was called first: |rank [01] calls save, where load was called first: "
+    assert re.match(rf"{'load' if rank == 2 else 'save'} ends, ({told})", said), said
 
 
 @pytest.mark.slow
@@ -77,17 +77,16 @@ def test_the_error_names_the_call_and_the_ranks():
 def rank_0_saves_alone(folder: str) -> None:
     import deepspeed
 
-    from ds_npu.engine.failures import joint_calls
     from ds_npu.features.watch import stalls
     from ds_npu.features.watch import watches as feature
 
     rule.without_extension()
-    joint_calls._timeout_s = lambda store: 2.0
     feature.StallWatch = functools.partial(stalls.StallWatch, least=60.0)
     stalls.STILL_SECONDS = stalls.LOOK_EVERY_SECONDS = 0.1
     config = rule.config(1, torch.float32, {"tensor": 2}) | {"gradient_accumulation_steps": 1}
     model = tiny_models.tiny("llama", torch.float32)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=2))
     ids = tiny_models.tokens(2, 9)
     saves = {
         "engine.save_checkpoint": lambda: engine.save_checkpoint(folder),
@@ -101,7 +100,8 @@ def rank_0_saves_alone(folder: str) -> None:
             with pytest.raises(RuntimeError) as caught:
                 save()
             said = str(caught.value)
-            assert said.startswith(f"{name} ends, after 2 s, the timeout of the process group: in it is rank 0 of 2; ")
+            told = rf"{re.escape(name)} ends, after \d s, the timeout of the process group: in it is rank 0 of 2; "
+            assert re.match(told, said), said
             assert "rank 1 is at " in said and "in rank_0_saves_alone: " in said, said
         loss = engine(input_ids=ids, labels=ids).loss  # rank 1 waits here for rank 0
         engine.backward(loss)

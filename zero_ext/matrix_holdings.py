@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_npu.config.deepspeed_keys import value_at
+from ds_npu.config.problems import Config
 from ds_npu.config.whole_matrices import MUON
 from ds_npu.operator_costs import Shape, orthogonalisation_cost
 from ds_npu.ops.orthogonalisation import steps_on_gram_matrices
@@ -81,7 +82,7 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
     return plans
 
 
-def mark_matrices(model: nn.Module, ds_config: Mapping[str, Any]) -> None:
+def mark_matrices(model: nn.Module, ds_config: Config) -> None:
     """Mark the weights of a whole ``model`` that Muon will step, and their heads, as ``deepspeed.initialize`` does.
 
     Raises ValueError, DeepSpeed's own, where ``per_head_muon`` is set and it finds no heads.

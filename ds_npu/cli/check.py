@@ -9,7 +9,6 @@ import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ds_npu.capability import try_import
 from ds_npu.cli.command import Command, argument, cli_module, refused
@@ -19,7 +18,7 @@ from ds_npu.config.batch import Batch
 from ds_npu.config.check import Checked, check
 from ds_npu.config.hccl_groups import TIED, Size
 from ds_npu.config.loading import load
-from ds_npu.config.problems import printable, shown
+from ds_npu.config.problems import Config, printable, shown
 from ds_npu.config.schema import leaves, section_schema
 from ds_npu.config.sections import switched_on
 from ds_npu.config.trainer_traps import trainer_traps
@@ -78,7 +77,7 @@ def _run(arguments: Namespace) -> int:
     return 0
 
 
-def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
+def _report(ds_config: Config, checked: Checked, arguments: Namespace) -> Iterator[str]:
     if "ds_npu" not in ds_config:
         yield f"{printable(arguments.config)}: no ds_npu section; DeepSpeed decides alone, and nothing was checked"
     elif arguments.world_size is None:
@@ -105,7 +104,7 @@ def _report(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -
             yield from textwrap.wrap(trap, 118, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
 
 
-def _communicators(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
+def _communicators(ds_config: Config, checked: Checked, arguments: Namespace) -> Iterator[str]:
     degrees = checked.degrees
     algorithm = planned_algorithm(ds_config, checked, arguments)
     hidden_mib, sizes = None, MessageSizes()
@@ -144,7 +143,7 @@ def _batch(batch: Batch, dp: int, sequence_length: int | None) -> str:
     return line + (" (the Hugging Face Trainer fills in ?)" if "?" in line else "")
 
 
-def _model(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
+def _model(ds_config: Config, checked: Checked, arguments: Namespace) -> Iterator[str]:
     """Lines about rank 0 of the world; none where no model is named. Raises ValueError for a model that is refused."""
     if arguments.model is None:
         return

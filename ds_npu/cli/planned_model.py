@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import nn
 from ds_npu.checkpoint.loading import meta_model
 from ds_npu.cli.planned_overlap import overlap_lines
 from ds_npu.config.check import Checked
-from ds_npu.config.problems import printable
+from ds_npu.config.problems import Config, printable
 from ds_npu.config.whole_matrices import is_muon
 from ds_npu.config.zero_buckets import stated_bucket_limits, why_not_in_buckets
 from ds_npu.engine.pipeline.planned_stages import PlannedStages, planned_stages
@@ -65,7 +65,7 @@ class Shown:
     length: int | None
 
 
-def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Shown) -> Iterator[str]:
+def lines(path: Path, ds_config: Config, checked: Checked, shown: Shown) -> Iterator[str]:
     """A summary of rank 0's part of the model of the config at ``path``, and the tables that are asked for.
 
     Raises ValueError for a model that a feature refuses.
@@ -92,7 +92,7 @@ def lines(path: Path, ds_config: Mapping[str, Any], checked: Checked, shown: Sho
         yield from ("", "Parameters of rank 0", *(f"  {line}" for line in rows))
 
 
-def muon_lines(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked, machine: Machine) -> Iterator[str]:
+def muon_lines(model: nn.Module, ds_config: Config, checked: Checked, machine: Machine) -> Iterator[str]:
     """Lines about the matrices of ``model``; none with other optimizers."""
     if not is_muon(ds_config):
         return
@@ -103,13 +103,13 @@ def muon_lines(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked,
     yield from ("", *matrix_lines(weights, checked.degrees, stage, coefficients, machine, partition))
 
 
-def _partition_of(ds_config: Mapping[str, Any]) -> Partition:
+def _partition_of(ds_config: Config) -> Partition:
     if why_not_in_buckets({**ds_config}) is not None:
         return contiguous
     return partial(bucketed_runs, stated_bucket_limits({**ds_config}))
 
 
-def summary(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked) -> Iterator[str]:
+def summary(model: nn.Module, ds_config: Config, checked: Checked) -> Iterator[str]:
     """Sizes of rank 0's part of ``model``, before and after ZeRO, and where more is told."""
     parameters = [(each.numel(), placement_of(each)) for each in model.parameters()]
     held = sum(count for count, _ in parameters)
@@ -124,7 +124,7 @@ def summary(model: nn.Module, ds_config: Mapping[str, Any], checked: Checked) ->
 
 
 def _memory_for_checkpoints(
-    parameters: Sequence[tuple[int, Placement]], ds_config: Mapping[str, Any], checked: Checked
+    parameters: Sequence[tuple[int, Placement]], ds_config: Config, checked: Checked
 ) -> Iterator[str]:
     """Lines about host memory that is kept for saves behind training and for copies; none without them."""
     stage = checked.zero_stage or 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from ds_npu.config.check import Checked
+from ds_npu.config.problems import Config
 from ds_npu.log import aligned
 from ds_npu.models import names
 from ds_npu.ops import matmul_collective
@@ -32,7 +33,7 @@ class LayerProduct(NamedTuple):
 
 
 def overlap_lines(
-    model: nn.Module, ds_config: Mapping[str, Any], checked: Checked, machine: Machine, length: int | None
+    model: nn.Module, ds_config: Config, checked: Checked, machine: Machine, length: int | None
 ) -> Iterator[str]:
     """Lines about ``model``, of which every layer is planned; none where nothing is left to choose."""
     degrees, section = checked.degrees, checked.config

@@ -23,7 +23,7 @@ from ds_npu.cli.prediction.text import comparison, prediction_text
 from ds_npu.config.batch import MICRO
 from ds_npu.config.check import Checked, check
 from ds_npu.config.loading import load
-from ds_npu.config.problems import ConfigError, Problem, printable
+from ds_npu.config.problems import Config, ConfigError, Problem, printable
 from ds_npu.planner.model_file import attention_of
 from ds_npu.simulator.build import built
 from ds_npu.simulator.cache import BuildError
@@ -131,7 +131,7 @@ def requested(arguments: Namespace) -> tuple[Request, Checked]:
     )
 
 
-def _offloads(ds_config: dict[str, Any]) -> Iterator[Problem]:
+def _offloads(ds_config: Config) -> Iterator[Problem]:
     """Keys by which the host computes or disks are read, whose times are not predicted."""
     zero = ds_config.get("zero_optimization")
     for key in ("offload_optimizer", "offload_param"):

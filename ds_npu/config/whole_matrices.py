@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.problems import Config, Problem
@@ -16,7 +15,7 @@ ZERO = "zero_optimization"
 OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 
 
-def is_muon(ds_config: Mapping[str, Any]) -> bool:
+def is_muon(ds_config: Config) -> bool:
     """Whether the config asks for Muon; a script may give DeepSpeed one of its own as well."""
     return str(value_at({**ds_config}, "optimizer.type")).lower() == "muon"
 

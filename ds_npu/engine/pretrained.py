@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_npu.checkpoint.loading import load_checkpoint, make_empty, meta_model
 from ds_npu.config.loading import load
+from ds_npu.config.problems import Config
 from ds_npu.engine.session import Session, open_session, use_own_device
 from ds_npu.engine.shard_protection import protect_shards
 from ds_npu.features.build import Build
@@ -40,7 +41,7 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
     return model
 
 
-def with_empty_parts(model: Any, ds_config: dict[str, Any]) -> None:
+def with_empty_parts(model: Any, ds_config: Config) -> None:
     """Give ``model``, on the meta device, this rank's parts on its NPU, whose weights have no defined values.
 
     The process group is there. Every rank calls it at the same time.
@@ -52,7 +53,7 @@ def with_empty_parts(model: Any, ds_config: dict[str, Any]) -> None:
         make_empty(model, model.dtype, device)
 
 
-def _session(ds_config: dict[str, Any]) -> Session:
+def _session(ds_config: Config) -> Session:
     use_own_device()
     return open_session(ds_config)
 

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ds_npu.capability import hccl_options
 from ds_npu.config.check import Checked, check
+from ds_npu.config.problems import Config
 from ds_npu.config.sections import DsNpuConfig
 from ds_npu.engine.failures.failed_ranks import explain_failed_ranks
 from ds_npu.engine.mpu import CUT_INTO_STAGES, mpu_of
@@ -49,7 +50,7 @@ _checked: dict[tuple[str, int | None, int | None], Checked] = {}
 """DeepSpeed reads one config several times, too; it is checked once for a world and a model."""
 
 
-def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
+def validate(config: Config, stages: int | None = None) -> tuple[DsNpuConfig, Degrees]:
     """Check ``config`` for this world and a PipelineModule of ``stages``; raises ConfigError with every reason."""
     explain_failed_ranks()
     key = (repr(config), world_size(), stages)
@@ -61,7 +62,7 @@ def validate(config: dict[str, Any], stages: int | None = None) -> tuple[DsNpuCo
     return checked.config, checked.degrees
 
 
-def open_session(config: dict[str, Any], stages: int | None = None) -> Session:
+def open_session(config: Config, stages: int | None = None) -> Session:
     """Check ``config`` and make, or find, this world's process groups. Every rank calls it at the same time."""
     section, degrees = validate(config, stages)
     key = (dist.group.WORLD, degrees)
@@ -120,7 +121,7 @@ class ContextGrid(PipelineParallelGrid):  # type: ignore[misc]
     and cp apart. Raises ConfigError where its axes and the section disagree.
     """
 
-    def __init__(self, config: dict[str, Any], topology: Any, process_group: Any) -> None:
+    def __init__(self, config: Config, topology: Any, process_group: Any) -> None:
         use_own_device()
         super().__init__(topology=topology, process_group=process_group)
         opened = open_session(config, stages=self.pipe_parallel_size)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
+from ds_npu.config.problems import Config
 from ds_npu.features.declaration import Change, Declaration, Phase
 from ds_npu.models.globs import partial_plan_for, plan_for
 from ds_npu.models.plan import ModelPlan, PlanError
@@ -40,7 +41,7 @@ class Build:
     globs: Mapping[str, str] = field(default_factory=dict)
     """The value of ``ds_npu.plan``: a role for each glob."""
     device_type: str = "cpu"
-    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    ds_config: Config = field(default_factory=dict)
     """The DeepSpeed config, as its file has it."""
     when_built: list[Callable[[TrainingEngine], list[str]]] = field(default_factory=list)
     """Functions that are called with the built DeepSpeed engine and return lines for people."""

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ds_npu.capability import BUFFER_SIZE, SETTINGS
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.deepspeed_keys import value_at
 from ds_npu.config.hccl import HcclSection
 from ds_npu.config.hccl_groups import MATRICES, TIED, WORLD, Size, context_groups, names_of_grid, traffic_of
+from ds_npu.config.problems import Config
 from ds_npu.config.whole_matrices import is_muon
 from ds_npu.topology.degrees import Box, Degrees, box_of
 
@@ -61,7 +61,7 @@ class MessageSizes:
     """Hidden states of a micro-batch, once for each expert that a token chooses."""
 
     @staticmethod
-    def of(ds_config: Mapping[str, Any], degrees: Degrees, model: Mapping[str, int | None]) -> MessageSizes:
+    def of(ds_config: Config, degrees: Degrees, model: Mapping[str, int | None]) -> MessageSizes:
         """The sizes for a ``model`` with these values of SIZES; None where it does not say one."""
         micro = value_at({**ds_config}, "train_micro_batch_size_per_gpu")
         hidden, positions, chosen = map(model.get, SIZES)
@@ -71,7 +71,7 @@ class MessageSizes:
         return MessageSizes(-(-size // MIB), None if chosen is None else -(-size * chosen // MIB))
 
 
-def number_bytes(ds_config: Mapping[str, Any]) -> int:
+def number_bytes(ds_config: Config) -> int:
     """Bytes of a number of an activation; "auto" counts as 16 bits."""
     parts = (ds_config.get(key) for key in ("bf16", "bfloat16", "fp16"))
     return 2 if any(isinstance(part, dict) and part.get("enabled") for part in parts) else 4
@@ -83,7 +83,7 @@ def default_mib(variable: str) -> int:
     return int(text if text.isdecimal() else next(default for name, default, _ in SETTINGS if name == variable))
 
 
-def bucket_mib(ds_config: Mapping[str, Any]) -> int | None:
+def bucket_mib(ds_config: Config) -> int | None:
     """The largest of ZeRO's buckets in MiB, None unless the config states them all.
 
     Elements are counted as float32, the widest that DeepSpeed reduces.
@@ -99,7 +99,7 @@ class CommunicatorPlan:
     """The communicators of each rank of a world of ``degrees``, and the options with which they are opened."""
 
     degrees: Degrees
-    ds_config: Mapping[str, Any] = field(default_factory=dict)
+    ds_config: Config = field(default_factory=dict)
     hccl: HcclSection = field(default_factory=HcclSection)
     sizes: MessageSizes = field(default_factory=MessageSizes)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from ds_npu.config.check import Checked
 from ds_npu.config.context_algorithm import ContextAlgorithm
 from ds_npu.config.context_parallel import ContextParallelSection, algorithms
+from ds_npu.config.problems import Config
 from ds_npu.planner.communicators import number_bytes
 from ds_npu.planner.context_choice import Candidate, algorithm_text, choose, choose_for, estimated, refusals
 from ds_npu.planner.context_cost import Layer, LayerCost
@@ -20,7 +20,7 @@ CANDIDATES_SHOWN = 12
 MIB = 2**20
 
 
-def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Iterator[str]:
+def context_part(ds_config: Config, checked: Checked, arguments: Namespace) -> Iterator[str]:
     """Yield lines about the choice, none without a context axis. Raises ConfigError where no algorithm is possible."""
     degrees = checked.degrees
     section = checked.config.context_parallel
@@ -46,7 +46,7 @@ def context_part(ds_config: dict[str, Any], checked: Checked, arguments: Namespa
         yield from textwrap.wrap(f"Not possible: {refusal}", 116, initial_indent="    ", subsequent_indent="      ")
 
 
-def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> ContextAlgorithm | None:
+def planned_algorithm(ds_config: Config, checked: Checked, arguments: Namespace) -> ContextAlgorithm | None:
     """The algorithm that shares a model's sequences; None without one, and where it depends on the first batch.
 
     Raises ConfigError where no algorithm is possible.
@@ -63,7 +63,7 @@ def planned_algorithm(ds_config: dict[str, Any], checked: Checked, arguments: Na
     return choose_for(section, _layer(ds_config, checked, arguments), degrees, arguments.machine).algorithm
 
 
-def _layer(ds_config: dict[str, Any], checked: Checked, arguments: Namespace) -> Layer:
+def _layer(ds_config: Config, checked: Checked, arguments: Namespace) -> Layer:
     shape = attention_of(arguments.model)
     samples = checked.batch.micro or 1
     return Layer(shape, arguments.sequence_length, samples, number_bytes(ds_config))

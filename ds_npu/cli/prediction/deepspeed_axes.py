@@ -8,33 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ds_npu.config.batch import batch_of
 from ds_npu.config.check import Checked
 from ds_npu.config.deepspeed_keys import value_at
-from ds_npu.config.problems import Problem
+from ds_npu.config.problems import Config, Problem
 from ds_npu.topology.degrees import Degrees
 
 TENSOR, SEQUENCE, EXPERT = "tensor_parallel.autotp_size", "sequence_parallel_size", "expert_parallel.autoep_size"
 
 
-def tensor_ranks(ds_config: dict[str, Any]) -> int:
+def tensor_ranks(ds_config: Config) -> int:
     """The tensor ranks of AutoTP."""
     return value_at(ds_config, TENSOR) or 1
 
 
-def sequence_ranks(ds_config: dict[str, Any]) -> int:
+def sequence_ranks(ds_config: Config) -> int:
     """The ranks over which Ulysses splits a sequence."""
     return value_at(ds_config, SEQUENCE) or 1
 
 
-def expert_ranks(ds_config: dict[str, Any]) -> int:
+def expert_ranks(ds_config: Config) -> int:
     """The expert ranks of AutoEP."""
     return (value_at(ds_config, EXPERT) or 1) if value_at(ds_config, "expert_parallel.enabled") else 1
 
 
-def _unpredicted(ds_config: dict[str, Any], world_size: int, length: int) -> Iterator[Problem]:
+def _unpredicted(ds_config: Config, world_size: int, length: int) -> Iterator[Problem]:
     """Values of the three keys for which there is no grid, or no prediction."""
     found = {TENSOR: tensor_ranks(ds_config), SEQUENCE: sequence_ranks(ds_config), EXPERT: expert_ranks(ds_config)}
     wrong = [key for key, size in found.items() if not (type(size) is int and size >= 1 and world_size % size == 0)]
@@ -46,9 +45,7 @@ def _unpredicted(ds_config: dict[str, Any], world_size: int, length: int) -> Ite
         yield Problem(key, found[key], "1: several of DeepSpeed's own axes are not predicted together")
 
 
-def with_own_axes(
-    ds_config: dict[str, Any], world_size: int, length: int, checked: Checked
-) -> tuple[Checked, list[Problem]]:
+def with_own_axes(ds_config: Config, world_size: int, length: int, checked: Checked) -> tuple[Checked, list[Problem]]:
     """``checked`` with the grid and the batch of a config without a section, and what is wrong with them.
 
     ``length``: tokens of a sample.

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from ds_npu.config.problems import Config
 from ds_npu.simulator.environment import MOST_MEMORY, Simulation
 from ds_npu.simulator.replay.recording import RecordedRun, read_recording
 
@@ -30,7 +30,7 @@ class Request:
     """The run that is predicted; ``folder`` is where its files go."""
 
     folder: str
-    ds_config: dict[str, Any]
+    ds_config: Config
     model: str
     sequence_length: int
     samples: int

@@ -18,6 +18,7 @@ from ds_npu.cli.planned_model import auto_class_of, model_without_weights
 from ds_npu.cli.prediction.deepspeed_axes import expert_ranks, sequence_ranks, tensor_ranks
 from ds_npu.cli.prediction.dry_run import Request
 from ds_npu.config.deepspeed_keys import zero_stage
+from ds_npu.config.problems import Config
 from ds_npu.engine.pretrained import with_empty_parts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,7 +28,7 @@ IGNORED = -100
 """The label of a token without a loss."""
 
 
-def training_dtype(ds_config: dict[str, Any]) -> torch.dtype:
+def training_dtype(ds_config: Config) -> torch.dtype:
     """The dtype that a model is trained in."""
     return next((each for key, each in DTYPES.items() if ds_config.get(key, {}).get("enabled")), torch.float32)
 
@@ -57,7 +58,7 @@ def ready_model(request: Request) -> Any:
     return model
 
 
-def _partitioned_model(path: Path, dtype: torch.dtype, ds_config: dict[str, Any]) -> Any:
+def _partitioned_model(path: Path, dtype: torch.dtype, ds_config: Config) -> Any:
     """The model as transformers makes it under ZeRO 3: each weight is partitioned when it is made."""
     config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, use_cache=False)
     keeps_alive = HfDeepSpeedConfig(ds_config)
@@ -66,7 +67,7 @@ def _partitioned_model(path: Path, dtype: torch.dtype, ds_config: dict[str, Any]
     return model
 
 
-def _share_memory_of_weights_to_be_sharded(model: Any, ds_config: dict[str, Any]) -> None:
+def _share_memory_of_weights_to_be_sharded(model: Any, ds_config: Config) -> None:
     """Make the weights that AutoTP or AutoEP will shard: all numbers of one in the same memory.
 
     A training script has them whole on the host, which this process has no room for. DeepSpeed copies each rank's part.

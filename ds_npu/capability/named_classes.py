@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+
+AllowedClass = Callable[..., object]
+"""A class or function, of which files of checkpoints may hold an object."""
 
 
-def named_classes(names: Iterable[str]) -> Iterator[Any]:
+def named_classes(names: Iterable[str]) -> Iterator[AllowedClass]:
     """The class or function of each name, as ``package.module.Class``; raises ValueError where there is none."""
     for name in names:
         try:

@@ -14,6 +14,7 @@ from typing import IO, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ds_npu.capability.named_classes import AllowedClass
 from ds_npu.checkpoint.digests import DamagedFileError, FileDigests, VerifiedReader
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import WrittenRun
@@ -40,7 +41,9 @@ def fingerprint(path: Path | IO[bytes]) -> str:
     return hashlib.sha256(repr(records).encode()).hexdigest()
 
 
-def loaded(reader: VerifiedReader, classes: Sequence[Any], map_location: Any = "cpu", lazily: bool = False) -> Any:
+def loaded(
+    reader: VerifiedReader, classes: Sequence[AllowedClass], map_location: Any = "cpu", lazily: bool = False
+) -> Any:
     """The content of a file that torch.save wrote; nothing in it is run.
 
     ``classes``: classes and functions that it may have in addition to tensors and plain Python values; ``lazily``:
@@ -73,7 +76,7 @@ def _as_file(reader: VerifiedReader) -> Any:
     return reader
 
 
-def _refused(reader: VerifiedReader, classes: Sequence[Any], message: str) -> list[str]:
+def _refused(reader: VerifiedReader, classes: Sequence[AllowedClass], message: str) -> list[str]:
     """The names of classes in the file that are not allowed; of archives all, else the first."""
     reader.seek(0)
     try:
@@ -96,7 +99,7 @@ class CheckpointFiles:
     def __init__(
         self,
         folder: Path,
-        classes: Sequence[Any],
+        classes: Sequence[AllowedClass],
         digests_of: Callable[[str], FileDigests | None] = lambda name: None,
     ) -> None:
         self.folder, self._classes, self._digests_of = folder, list(classes), digests_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ds_npu.capability.named_classes import AllowedClass
 from ds_npu.checkpoint.contents import CheckpointFiles, file_position, tensors_in
 from ds_npu.checkpoint.digests import DamagedFileError
 from ds_npu.checkpoint.files import CheckpointError
@@ -15,7 +16,7 @@ LISTED = 6
 """How many tensors an error lists; the others are counted."""
 
 
-def damage_message(error: DamagedFileError, classes: Sequence[Any], manifests: Sequence[Manifest]) -> str:
+def damage_message(error: DamagedFileError, classes: Sequence[AllowedClass], manifests: Sequence[Manifest]) -> str:
     """The message of a CheckpointError: the file, its bytes, the tensors in them, and what to load in its place."""
     names = damaged_tensors(error, classes, manifests)
     more = f", and {len(names) - LISTED} more" if len(names) > LISTED else ""
@@ -28,7 +29,9 @@ def damage_message(error: DamagedFileError, classes: Sequence[Any], manifests: S
     return f"{error}: the file is damaged{held}. What to do: copy it again; or {next_one}"
 
 
-def damaged_tensors(error: DamagedFileError, classes: Sequence[Any], manifests: Sequence[Manifest]) -> list[str]:
+def damaged_tensors(
+    error: DamagedFileError, classes: Sequence[AllowedClass], manifests: Sequence[Manifest]
+) -> list[str]:
     """Names of the tensors with elements in the damaged chunk: weights by the manifests, else paths in the file."""
     if error.span is None:
         return []

@@ -30,8 +30,8 @@ FLUSHED_BYTES = 2**24
 """Bytes behind which a file's are sent on their way to the disk."""
 
 
-def digest_of(data: Any) -> str:
-    """The digest of bytes, or of anything with a buffer."""
+def digest_of(data: bytes | bytearray | memoryview) -> str:
+    """The digest of bytes."""
     return hashlib.sha256(data).hexdigest()[:DIGEST_CHARACTERS]
 
 
@@ -44,7 +44,7 @@ class FileDigests:
     chunks: tuple[str, ...]
 
 
-def digests_of(data: Any) -> FileDigests:
+def digests_of(data: bytes | bytearray | memoryview) -> FileDigests:
     """The digests of the chunks of a file whose bytes are ``data``."""
     view = memoryview(data)
     chunks = (view[start : start + CHUNK_BYTES] for start in range(0, len(view), CHUNK_BYTES))
@@ -289,7 +289,7 @@ class VerifiedReader(io.RawIOBase):
         self._kept[chunk] = whole
         view[:] = memoryview(whole)[offset : offset + len(view)]
 
-    def _verify(self, chunk: int, data: Any) -> None:
+    def _verify(self, chunk: int, data: bytearray | memoryview) -> None:
         if chunk in self._verified or self._digests is None:
             return
         if digest_of(data) != self._digests.chunks[chunk]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ds_npu.capability.named_classes import AllowedClass
 from ds_npu.checkpoint.contents import CheckpointFiles
 from ds_npu.checkpoint.damage import damage_message
 from ds_npu.checkpoint.digests import DamagedFileError, FileDigests
@@ -26,7 +27,7 @@ class CheckpointFolder:
     ``classes``: classes that its files may have in addition to tensors and plain Python values.
     """
 
-    def __init__(self, folder: Path, classes: Sequence[type | Callable[..., Any]] = ()) -> None:
+    def __init__(self, folder: Path, classes: Sequence[AllowedClass] = ()) -> None:
         self.folder, self.classes = folder, tuple(classes)
         self._files = CheckpointFiles(folder, classes, self.digests_of)
         self._manifests: dict[int, Manifest] = {}

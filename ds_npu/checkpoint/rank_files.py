@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ds_npu.capability.named_classes import AllowedClass
 from ds_npu.checkpoint.contents import fingerprint
 from ds_npu.checkpoint.digests import DigestedWriter, FileDigests, digests_of, flush_folder
 from ds_npu.checkpoint.files import CheckpointError
@@ -79,7 +80,7 @@ def is_whole(folder: Path, ranks: int) -> bool:
     return all(manifest_path(folder, rank).exists() for rank in range(ranks))
 
 
-def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Sequence[Any]) -> str | None:
+def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Sequence[AllowedClass]) -> str | None:
     """Let ``latest`` in ``folder`` name the newest whole one of the tags of ``steps``; None where none is whole.
 
     ``classes``: those that files of checkpoints may hold. A checkpoint of a later step that ``latest`` names is left;
@@ -97,7 +98,7 @@ def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Seq
         return whole[-1]
 
 
-def _step_of(folder: Path, classes: Sequence[Any]) -> int:
+def _step_of(folder: Path, classes: Sequence[AllowedClass]) -> int:
     """The optimizer steps before the checkpoint in ``folder`` was saved; -1 where that cannot be read."""
     written = WrittenCheckpoint(folder, classes)
     try:

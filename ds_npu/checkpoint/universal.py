@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ds_npu.capability.named_classes import AllowedClass
 from ds_npu.checkpoint.contents import CheckpointFiles
 from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import MODULE, Manifest, WrittenPart, WrittenRun
@@ -41,7 +42,7 @@ class UniversalCheckpoint(WrittenCheckpoint):
     """The universal checkpoint in ``folder``; ``same``: for each name of a shared weight all of its names."""
 
     def __init__(
-        self, folder: Path, classes: Sequence[Any] = (), same: Mapping[str, Sequence[str]] | None = None
+        self, folder: Path, classes: Sequence[AllowedClass] = (), same: Mapping[str, Sequence[str]] | None = None
     ) -> None:
         super().__init__(folder, classes)
         self._files = UniversalFiles(folder, classes)

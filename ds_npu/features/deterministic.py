@@ -21,7 +21,7 @@ from ds_npu.features.build import Build, Feature
 from ds_npu.features.declaration import Change
 from ds_npu.features.recorded_calls.module_calls import ModuleCalls
 from ds_npu.features.recorded_calls.observed_step import ObservedStep, PausedMode
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 

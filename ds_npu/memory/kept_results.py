@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_npu.memory.held_tensor import HeldTensor, KeptTensor, ModifiedTensorError, alias
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.tensor.randomness import States, generator_states, restore_generators
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords
 
 MATMUL = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "aten::_grouped_mm"),

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ds_npu.memory.storage_record import has_storage
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.topology.machine import Machine
 
 ATTENTION, GROUPED, LINEAR = "attention", "grouped_m", "npu_linear"

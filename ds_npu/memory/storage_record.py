@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 
 
 def has_storage(kind: type) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from ds_npu.models.hugging_face_model import (
     transformers_module,
 )
 from ds_npu.ops.attention import CAUSAL, FULL, Layout, Mask, Options, attention, sliding
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
 NAME = "ds_npu"
@@ -133,7 +134,7 @@ def attention_function(
     return out.view(*q.shape[:2], *out.shape[1:]), None
 
 
-def refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
+def refuse_unknown(module: nn.Module, arguments: Keywords) -> None:
     """Raise ValueError where ``module`` calls attention with ``arguments`` that no kernel here computes."""
     for name, meaning in REFUSED_ARGUMENTS.items():
         if arguments.get(name) is not None:
@@ -142,7 +143,7 @@ def refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
         raise ValueError(f"{type(module).__name__} asks for output_attentions: its weights are never there, {_ADVICE}")
 
 
-def options_of(arguments: Mapping[str, Any], layout: Layout, mask: Mask) -> Options:
+def options_of(arguments: Keywords, layout: Layout, mask: Mask) -> Options:
     """The options of a call with the ``arguments`` of transformers' interface, which has two names for sinks."""
     sinks = next((arguments[name] for name in ("s_aux", "sinks") if arguments.get(name) is not None), None)
     dropout_p = arguments.get("dropout") or 0.0
@@ -159,7 +160,7 @@ def in_autocast_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _mask_of(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, given: Given, arguments: dict[str, Any]
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, given: Given, arguments: Keywords
 ) -> Mask | PackedMask:
     ends = [arguments.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     if isinstance(given, PackedMask):
@@ -181,7 +182,7 @@ def _mask_of(
     return PackedMask(mask.packed(ends_of(ends[0]), ends_of(ends[1])))
 
 
-def mask_of_module(module: nn.Module, arguments: dict[str, Any]) -> Mask:
+def mask_of_module(module: nn.Module, arguments: Keywords) -> Mask:
     """The Mask of a call without one: causal, with rows at the last keys, unless the module or call says otherwise."""
     causal = arguments.get("is_causal")
     if causal is None:

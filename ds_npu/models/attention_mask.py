@@ -17,6 +17,7 @@ import torch
 
 from ds_npu.models.hugging_face_model import transformers_module
 from ds_npu.ops.attention import Mask
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 
 
@@ -87,7 +88,7 @@ def attention_mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | None:
     return None if (mask.before, mask.after) == (None, 0) else mask
 
 
-def may_leave_out(arguments: dict[str, Any]) -> bool:
+def may_leave_out(arguments: Keywords) -> bool:
     """Whether the mask function may return None: transformers forbids it where it works on with the mask."""
     causal = arguments.get("allow_is_causal_skip", True)
     bidirectional = arguments.get("allow_is_bidirectional_skip")
@@ -135,7 +136,7 @@ def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         yield function
 
 
-def _evaluated(arguments: dict[str, Any]) -> torch.Tensor:
+def _evaluated(arguments: Keywords) -> torch.Tensor:
     sdpa_mask: Callable[..., torch.Tensor] = transformers_module("masking_utils").sdpa_mask
     return sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 

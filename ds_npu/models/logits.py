@@ -9,10 +9,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.tensor.shard_access import (
-    Arguments,
-    Keywords,
-    Operation,
     Shard,
     ShardCopy,
     is_metadata,

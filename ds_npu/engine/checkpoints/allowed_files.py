@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from ds_npu.capability.named_classes import AllowedClass
 from ds_npu.checkpoint.contents import loaded
 from ds_npu.checkpoint.digests import VerifiedReader
 from ds_npu.checkpoint.written import WrittenCheckpoint
@@ -20,7 +21,7 @@ from ds_npu.checkpoint.written import WrittenCheckpoint
 class AllowedFilesEngine(TorchCheckpointEngine):  # type: ignore[misc]
     """DeepSpeed's checkpoint engine, whose files may hold tensors, plain Python values and objects of ``classes``."""
 
-    def __init__(self, config: Any, classes: Sequence[Any]) -> None:
+    def __init__(self, config: Any, classes: Sequence[AllowedClass]) -> None:
         super().__init__(config)
         self.classes = tuple(classes)
         self._prepared: dict[Path, Any] = {}
@@ -43,7 +44,7 @@ class AllowedFilesEngine(TorchCheckpointEngine):  # type: ignore[misc]
         return WrittenCheckpoint(path.parent, self.classes).content(path.name, map_location)
 
 
-def check_universal(folder: Path, classes: Sequence[Any], rank: int, ranks: int) -> None:
+def check_universal(folder: Path, classes: Sequence[AllowedClass], rank: int, ranks: int) -> None:
     """Raise CheckpointError where a file of a universal checkpoint would run code; each rank checks its share."""
     for path in sorted(folder.rglob("*.pt"))[rank::ranks]:
         with VerifiedReader(path, None) as reader:

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from ds_npu.capability.named_classes import AllowedClass
 from ds_npu.checkpoint.rank_files import RankFiles, file_bytes, name_latest
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
 from ds_npu.engine.checkpoints.peer_ring import PeerRing, RingMessage
@@ -82,7 +83,7 @@ class PeerCopies:
     each rank passes it on when it has its own files and those that it holds, the second time all hear of it.
     """
 
-    def __init__(self, folder: Path, steps: int, device_type: str, classes: Sequence[Any]) -> None:
+    def __init__(self, folder: Path, steps: int, device_type: str, classes: Sequence[AllowedClass]) -> None:
         """``steps``: the most optimizer steps that are repeated, 2 or more; ``classes``: those that files may hold."""
         self._folder, self._interval = folder, steps // 2
         self._snapshot = HostSnapshot(device_type)

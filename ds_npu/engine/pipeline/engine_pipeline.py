@@ -26,13 +26,14 @@ from ds_npu.features.loss.model_loss import COUNT, asks_for_scores
 from ds_npu.features.pipeline.batch_loss import BatchLoss, Items, divided_by, with_graph, with_loss
 from ds_npu.features.pipeline.images import check_no_pixels, image_pieces
 from ds_npu.features.pipeline.layout import PipelineLayout, check_recomputed_once, layout_of
-from ds_npu.features.pipeline.micro_batches import Arguments, cut, samples_of, shape_of
+from ds_npu.features.pipeline.micro_batches import cut, samples_of, shape_of
 from ds_npu.features.pipeline.stages import check_arguments, run_stage
 from ds_npu.memory.call_state import CallState
 from ds_npu.parallel.pipeline.executor import PipelineRun
 from ds_npu.parallel.pipeline.pass_through import Stage, stages_in
 from ds_npu.parallel.pipeline.schedule import Schedule
 from ds_npu.parallel.pipeline.transfers import PipelineLinks, Tensors
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.tensor.randomness import RegionRandomness
 from ds_npu.planner.communicators import PAIR_BUFFER, default_mib
 from ds_npu.topology.topology import Topology
@@ -64,7 +65,7 @@ def own_layout(section: PipelineSection, model: nn.Module, topology: Topology) -
 class RunningMicroBatches:
     """The micro-batches of one run."""
 
-    parts: Sequence[Arguments]
+    parts: Sequence[Keywords]
     checksum: BatchChecksum
     """The checksum of the batch that they were cut from."""
     items: Items | None
@@ -220,7 +221,7 @@ class EnginePipeline:
         self.is_unreduced = False
         """Whether the gradients that were committed last are this rank's alone, and not reduced."""
 
-    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Keywords:
         """The arguments of a forward by name."""
         bound = self.signature.bind(*args, **kwargs)
         several = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
@@ -230,7 +231,7 @@ class EnginePipeline:
             given |= {"use_cache": False}
         return kwargs | given
 
-    def batch(self, given: Arguments, trains: bool) -> RunningMicroBatches:
+    def batch(self, given: Keywords, trains: bool) -> RunningMicroBatches:
         """The micro-batches of the batch with the arguments ``given``."""
         # On every rank before any begins: one that refuses later leaves the others waiting for it.
         self._check(given, trains)
@@ -242,10 +243,10 @@ class EnginePipeline:
         items = self.loss.items_of_scores(parts) if scores else self.loss.items(parts)
         if items is not None and (scores or self.engine.topology.size("cp") > 1):
             # Context ranks divide their shares themselves, and so does a fused head.
-            parts = [part | {COUNT: items} for part in parts]
+            parts = [{**part, COUNT: items} for part in parts]
         return RunningMicroBatches(parts, BatchChecksum(given), items, trains, scores)
 
-    def _check(self, given: Arguments, trains: bool) -> None:
+    def _check(self, given: Keywords, trains: bool) -> None:
         """Raise ValueError for what stages cannot be given."""
         check_arguments(self.engine.module, given)
         if self.engine.topology.size("cp") > 1:
@@ -253,7 +254,7 @@ class EnginePipeline:
         if trains:
             self.loss.check_labels(given)
 
-    def _agree(self, given: Arguments | Sequence[Arguments], parts: Sequence[Arguments]) -> None:
+    def _agree(self, given: Keywords | Sequence[Keywords], parts: Sequence[Keywords]) -> None:
         """Agree with all ranks before the micro-batches ``parts`` of the batch ``given`` run."""
         if not self._has_begun:
             self._has_begun = True
@@ -289,7 +290,7 @@ class EnginePipeline:
             return out
         return training_output(form, loss)
 
-    def train_parts(self, parts: Sequence[Arguments]) -> torch.Tensor:
+    def train_parts(self, parts: Sequence[Keywords]) -> torch.Tensor:
         """The same of micro-batches, whose losses are averaged; returns the loss."""
         for part in parts:
             self._check(part, trains=True)

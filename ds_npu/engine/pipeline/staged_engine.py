@@ -14,8 +14,8 @@ import torch
 
 from ds_npu.engine.pipeline.engine_pipeline import EnginePipeline
 from ds_npu.engine.topology_engine import TopologyEngine
-from ds_npu.features.pipeline.micro_batches import Arguments
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
 
@@ -111,7 +111,7 @@ class StagedEngine(TopologyEngine):
         self.step()
         return loss.detach()
 
-    def _arguments(self, batch: Any) -> Arguments:
+    def _arguments(self, batch: Any) -> Keywords:
         args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (batch, {})
         found = self.pipeline.arguments(args, kwargs)
         return {name: each.to(self.device) if isinstance(each, torch.Tensor) else each for name, each in found.items()}

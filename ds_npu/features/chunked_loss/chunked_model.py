@@ -23,6 +23,7 @@ from ds_npu.models.hugging_face_model import HuggingFaceModel
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS, AbsentLogits
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.ops.precision import accumulation_dtype
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
@@ -31,7 +32,6 @@ from ds_npu.parallel.tensor.chunked_head import product_dtype
 from ds_npu.parallel.tensor.chunked_loss import ChunkedLoss, TargetWords, Transform
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
 from ds_npu.parallel.tensor.product import WeightLayout
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation
 from ds_npu.planner.chunk_choice import ChunkedHead
 from ds_npu.topology.topology import Topology
 

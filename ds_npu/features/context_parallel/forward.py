@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from ds_npu.features.loss.model_loss import COUNT, Targets, asks_for_scores
 from ds_npu.models.hugging_face_model import HuggingFaceModel, setting
 from ds_npu.models.logits import LABEL_ARGUMENTS, guard_shard, likeliest_words
 from ds_npu.parallel.context.load_balance import shard_documents, shard_evenly
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.micro_batch import MicroBatch, new_forward
 from ds_npu.parallel.tensor.region import RandomNumbers
 
@@ -36,7 +37,7 @@ ROUTERS = "output_router_logits"
 CONTEXT_RANKS = "the ranks of ds_npu.parallel.context"
 
 
-def generates(given: Mapping[str, Any]) -> bool:
+def generates(given: Keywords) -> bool:
     """Whether a forward with the arguments ``given`` generates: with a cache, or with the last logits of all tokens."""
     asked = given.get("past_key_values") is not None or given.get("use_cache") or given.get("logits_to_keep")
     return not torch.is_grad_enabled() and bool(asked)
@@ -84,7 +85,7 @@ class SequenceShardForward:
         several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         return {name for name, each in self.signature.parameters.items() if each.kind in several}
 
-    def _generates(self, given: dict[str, Any]) -> bool:
+    def _generates(self, given: Keywords) -> bool:
         """Whether the call generates: tokens come one by one, so every rank computes all of them."""
         if given.get("past_key_values") is not None and torch.is_grad_enabled():
             raise ValueError(
@@ -93,7 +94,7 @@ class SequenceShardForward:
             )
         return generates(given)
 
-    def _shard_arguments(self, given: dict[str, Any], micro_batch: MicroBatch) -> tuple[ShardedBatch, dict[str, Any]]:
+    def _shard_arguments(self, given: Keywords, micro_batch: MicroBatch) -> tuple[ShardedBatch, dict[str, Any]]:
         """The batch of the arguments ``given``, and this rank's arguments; raises ValueError for one without shards."""
         first = next((given[name] for name in OF_TOKENS if given.get(name) is not None), None)
         if first is None:
@@ -137,7 +138,7 @@ class SequenceShardForward:
         self.loss.expect(micro_batch, {COUNT: targets.count} | ({"shift_labels": mine} if self.loss.shifted else {}))
         return batch, local | {name: mine for name in LABEL_ARGUMENTS if given.get(name) is not None}
 
-    def _positions(self, given: dict[str, Any], length: int, device: torch.device) -> torch.Tensor:
+    def _positions(self, given: Keywords, length: int, device: torch.device) -> torch.Tensor:
         """Positions [..., 1 or B, S]."""
         positions: torch.Tensor | None = given.get("position_ids")
         if positions is None and self.owns_positions:
@@ -148,7 +149,7 @@ class SequenceShardForward:
             )
         return torch.arange(length, device=device)[None] if positions is None else positions
 
-    def _check(self, given: dict[str, Any], samples: int, length: int) -> None:
+    def _check(self, given: Keywords, samples: int, length: int) -> None:
         sizes = {"position_ids": (1, samples)} | dict.fromkeys((*OF_TOKENS, *LABEL_ARGUMENTS), (samples,))
         for name, value in given.items():
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
@@ -171,7 +172,7 @@ class SequenceShardForward:
             )
 
     def _finish(
-        self, out: MutableMapping[str, Any], batch: ShardedBatch, micro_batch: MicroBatch, given: dict[str, Any]
+        self, out: MutableMapping[str, Any], batch: ShardedBatch, micro_batch: MicroBatch, given: Keywords
     ) -> None:
         """Make the loss of a forward with labels whole; gather outputs of tokens, or guard those that nobody needs."""
         scores = TargetScores(given) if asks_for_scores(given) else None

@@ -11,7 +11,7 @@ that is given the targets of its own tokens and the count of all returns its sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ds_npu.comm.crossing import reduce
 from ds_npu.features.context_parallel.sharded_batch import ShardedBatch
 from ds_npu.features.loss.model_loss import COUNT, LABEL_MASK, LOG_PROBS, LossFunction, LossLevel, Targets, wrap_loss
 from ds_npu.models.hugging_face_model import HuggingFaceModel
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 
 DIVIDED_BY = ("ds_npu.parallel.context", "give it no labels, and compute the loss from its logits")
@@ -34,7 +35,7 @@ class LossShare:
 
     def __init__(self, model: HuggingFaceModel, shifted: bool) -> None:
         self.model, self.shifted = model, shifted
-        self._arguments: Fact[dict[str, Any] | None] = Fact(while_running=True)
+        self._arguments: Fact[Keywords | None] = Fact(while_running=True)
         self.loss = wrap_loss(model, self._link, LossLevel.SHARE, "parallel.context")
 
     def begin(self, micro_batch: MicroBatch) -> None:
@@ -42,7 +43,7 @@ class LossShare:
         self.loss.watch(micro_batch)
         self._arguments.set(micro_batch, None)
 
-    def expect(self, micro_batch: MicroBatch, arguments: dict[str, Any]) -> None:
+    def expect(self, micro_batch: MicroBatch, arguments: Keywords) -> None:
         """Override these arguments of the loss function in the forward that begins, which must call it once.
 
         Raises ValueError where the loss function of the model is not the one with this link any more.
@@ -82,7 +83,7 @@ class LossShare:
 class TargetScores:
     """The scores of the targets of one batch: what each rank computes of them, and how they are made whole."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Keywords) -> None:
         """``given``: the arguments of the forward, of the whole batch."""
         self.targets = Targets(given, shifted=True)
         self._has_last = given.get("shift_labels") is not None

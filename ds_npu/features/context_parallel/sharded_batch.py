@@ -12,7 +12,6 @@ model takes padding as an ``attention_mask`` [B, S], packed documents as ``posit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -29,6 +28,7 @@ from ds_npu.ops.attention import Mask
 from ds_npu.parallel.context.axis import ContextAxis
 from ds_npu.parallel.context.load_balance import Tokens
 from ds_npu.parallel.context.token_runs import TokenRuns, on_device, token_runs
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM
 
@@ -58,7 +58,7 @@ class BatchArguments:
 
     samples: int
     length: int
-    given: Mapping[str, Any]
+    given: Keywords
     targets: torch.Tensor | None = None
     """[B, S]: the label that each token is to predict."""
     ignored: int = IGNORED_LABEL

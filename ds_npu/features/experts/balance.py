@@ -21,6 +21,7 @@ from ds_npu.features.experts.routing import Collected, Router, collect_ids, coll
 from ds_npu.models.logits import IGNORED_LABEL
 from ds_npu.parallel.expert.balance import BalanceLosses, Scores, TokenRanks
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import running
 
@@ -96,7 +97,7 @@ class _BalancedForward:
         out["loss"] = loss + self._added(collected, given).to(loss.dtype)
         return out
 
-    def _added(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
+    def _added(self, collected: Collected, given: Keywords) -> torch.Tensor:
         loss = self._loss(collected, given)
         items = given.get("num_items_in_batch")
         # The model divides by the labels of several micro-batches and sums their losses: scale this loss by its share.
@@ -104,7 +105,7 @@ class _BalancedForward:
         _refuse_other_losses(added, [each for layer in collected.logits.values() for each in layer], self.model)
         return added
 
-    def _loss(self, collected: Collected, given: Mapping[str, Any]) -> torch.Tensor:
+    def _loss(self, collected: Collected, given: Keywords) -> torch.Tensor:
         ids = given.get("input_ids")
         tokens = given.get("inputs_embeds") if ids is None else ids
         if not isinstance(tokens, torch.Tensor):
@@ -136,7 +137,7 @@ def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], mo
                 each.grad_fn.register_prehook(check)
 
 
-def _labels(given: Mapping[str, Any]) -> torch.Tensor:
+def _labels(given: Keywords) -> torch.Tensor:
     """How many tokens of a batch are to be predicted."""
     shifted: torch.Tensor | None = given.get("shift_labels")
     targets: torch.Tensor = given["labels"][..., 1:] if shifted is None else shifted

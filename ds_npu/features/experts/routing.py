@@ -16,6 +16,7 @@ from ds_npu.models import names
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import logits_recorders
 from ds_npu.parallel.expert.balance import Routing, Scores
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
@@ -124,7 +125,7 @@ def collect_ids(experts: str, module: nn.Module) -> None:
             "these cannot be counted. What to do: ds_npu.moe.grouped_matmul true, with which it is"
         )
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def hook(_: nn.Module, args: Arguments, kwargs: Keywords) -> None:
         collected = _COLLECTED.of(running())
         if collected is not None:
             ids: torch.Tensor = args[1] if len(args) > 1 else kwargs[names_of[1]]

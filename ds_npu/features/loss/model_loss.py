@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch import nn
 from ds_npu.models.attributes import attribute
 from ds_npu.models.hugging_face_model import HuggingFaceModel, is_hugging_face, transformers_module
 from ds_npu.models.logits import IGNORED_LABEL, LABEL_ARGUMENTS
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, MicroBatch, running
@@ -207,7 +208,7 @@ def shifts(model: HuggingFaceModel, key: str, remedy: str) -> bool | None:
     return SHIFTS[name]
 
 
-def asks_for_scores(given: Mapping[str, Any]) -> bool:
+def asks_for_scores(given: Keywords) -> bool:
     """Whether a forward with the arguments ``given`` returns scores in place of logits."""
     return bool(given.get(FUSED_HEAD)) and any(given.get(name) is not None for name in LABEL_ARGUMENTS)
 
@@ -215,7 +216,7 @@ def asks_for_scores(given: Mapping[str, Any]) -> bool:
 class Targets:
     """The label that each token of a batch is to predict, [B, S], and how many tokens have one."""
 
-    def __init__(self, given: Mapping[str, Any], shifted: bool) -> None:
+    def __init__(self, given: Keywords, shifted: bool) -> None:
         """``given``: the arguments of a forward; ``shifted``: whether its ``labels`` are those of the next token."""
         self.ignored: int = given.get("ignore_index", IGNORED_LABEL)
         self.tokens: torch.Tensor | None = given.get("shift_labels")

@@ -12,7 +12,7 @@ which the gradient of any one log-probability tells.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,11 @@ import torch
 from torch import nn
 
 from ds_npu.features.loss.model_loss import COUNT, LABEL_MASK, LOG_PROBS, LossFunction, Targets, shifts
-from ds_npu.features.pipeline.micro_batches import KEY, Arguments
+from ds_npu.features.pipeline.micro_batches import KEY
 from ds_npu.models.hugging_face_model import hugging_face_model
 from ds_npu.models.logits import LABEL_ARGUMENTS
 from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 Items = torch.Tensor | int
@@ -71,7 +72,7 @@ class BatchLoss:
     def __init__(self, model: nn.Module) -> None:
         self._found = hugging_face_model(model)
 
-    def check_labels(self, given: Mapping[str, Any]) -> None:
+    def check_labels(self, given: Keywords) -> None:
         """Raise ValueError for a batch to train on whose loss cannot be computed in the last stage."""
         if self._found is not None and all(given.get(name) is None for name in LABEL_ARGUMENTS):
             raise ValueError(
@@ -80,7 +81,7 @@ class BatchLoss:
                 "What to do: give it labels, or ds_npu.parallel.pipeline 1; for its logits, torch.no_grad()"
             )
 
-    def items(self, parts: Sequence[Arguments]) -> Items | None:
+    def items(self, parts: Sequence[Keywords]) -> Items | None:
         """The divisor of the losses of ``parts``, the arguments of each micro-batch; None: the losses are averaged.
 
         One part alone is divided as its model does. Raises ValueError for a loss that is no mean over tokens, or not
@@ -93,7 +94,7 @@ class BatchLoss:
             return given
         return sum(self._labels(part) for part in parts)
 
-    def items_of_scores(self, parts: Sequence[Arguments]) -> Items:
+    def items_of_scores(self, parts: Sequence[Keywords]) -> Items:
         """The divisor of the sum over the tokens of each of ``parts``, for a head that returns scores of tokens."""
         given: Items | None = parts[0].get(COUNT)
         if given is not None:
@@ -101,7 +102,7 @@ class BatchLoss:
         # At least 1, as TRL does for a batch without targets.
         return torch.as_tensor(sum(_count(part, shifted=True) for part in parts)).clamp(min=1)
 
-    def share(self, loss: torch.Tensor, parts: Sequence[Arguments], index: int, items: Items | None) -> torch.Tensor:
+    def share(self, loss: torch.Tensor, parts: Sequence[Keywords], index: int, items: Items | None) -> torch.Tensor:
         """The part of the batch's loss that comes from ``loss``, a mean over one of ``parts`` (a router's)."""
         if items is None or self._found is None:
             return loss / len(parts)
@@ -112,11 +113,11 @@ class BatchLoss:
     def _shifted(self) -> bool | None:
         return None if self._found is None else shifts(self._found, KEY, REMEDY)
 
-    def _labels(self, part: Arguments) -> Items:
+    def _labels(self, part: Keywords) -> Items:
         return _count(part, bool(self._shifted))
 
 
-def _count(part: Arguments, shifted: bool) -> Items:
+def _count(part: Keywords, shifted: bool) -> Items:
     count = Targets({name: each for name, each in part.items() if name != COUNT}, shifted).count
     return 0 if count is None else count
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.features.pipeline.micro_batches import REMEDY, Arguments, sizes_of_parts
+from ds_npu.features.pipeline.micro_batches import REMEDY, sizes_of_parts
 from ds_npu.models.hugging_face_model import HuggingFaceModel, hugging_face_model, setting, settings
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.runtime.micro_batch import running
 
-Given = Mapping[str, Any]
-"""Arguments of a forward by name."""
 Pieces = dict[str, Sequence[Any]]
 """Pieces of arguments by name, one for each micro-batch."""
 
@@ -74,7 +73,7 @@ def pictures_of(model: nn.Module) -> tuple[Pictures, ...]:
     return () if found is None else SERVED.get(found.config.model_type, ())
 
 
-def check_images(model: nn.Module, given: Given) -> None:
+def check_images(model: nn.Module, given: Keywords) -> None:
     """Raise ValueError for inputs other than tokens that stages of ``model`` cannot be given."""
     served = [each.pixels for each in pictures_of(model)]
     refused = [name for name in INPUTS if given.get(name) is not None and name not in served]
@@ -87,7 +86,7 @@ def check_images(model: nn.Module, given: Given) -> None:
         )
 
 
-def check_no_pixels(model: nn.Module, given: Given) -> None:
+def check_no_pixels(model: nn.Module, given: Keywords) -> None:
     """Raise ValueError for pixels in a model whose sequences are sharded."""
     found = [each.pixels for each in pictures_of(model) if given.get(each.pixels) is not None]
     if found:
@@ -98,13 +97,13 @@ def check_no_pixels(model: nn.Module, given: Given) -> None:
         )
 
 
-def without_pixels(model: nn.Module, given: Arguments) -> Arguments:
+def without_pixels(model: nn.Module, given: Keywords) -> dict[str, Any]:
     """Arguments of the stages behind the first."""
     pixels = [each.pixels for each in pictures_of(model)]
     return {name: each for name, each in given.items() if name not in pixels}
 
 
-def image_pieces(model: nn.Module, given: Given, count: int) -> Pieces:
+def image_pieces(model: nn.Module, given: Keywords, count: int) -> Pieces:
     """Split each argument about images into ``count`` micro-batches; a micro-batch without images has no pixels.
 
     Raises ValueError where the tokens of the samples do not say to which of them an image belongs.
@@ -116,7 +115,7 @@ def image_pieces(model: nn.Module, given: Given, count: int) -> Pieces:
     return found
 
 
-def _pieces(model: nn.Module, kind: Pictures, given: Given, count: int) -> Pieces:
+def _pieces(model: nn.Module, kind: Pictures, given: Keywords, count: int) -> Pieces:
     root = hugging_face_model(model)
     token = None if root is None else setting(root.config, kind.token, int)
     ids = given.get("input_ids")
@@ -151,12 +150,12 @@ def _pieces(model: nn.Module, kind: Pictures, given: Given, count: int) -> Piece
     return found
 
 
-def _named(model: nn.Module, kind: Pictures, given: Given) -> str:
+def _named(model: nn.Module, kind: Pictures, given: Keywords) -> str:
     shapes = {name: list(given[name].shape) for name in kind.arguments if isinstance(given.get(name), torch.Tensor)}
     return f"{type(model).__name__} is given " + ", ".join(f"{name} {shape}" for name, shape in shapes.items())
 
 
-def _sizes(model: HuggingFaceModel | None, kind: Pictures, given: Given, total: int) -> tuple[list[int], list[int]]:
+def _sizes(model: HuggingFaceModel | None, kind: Pictures, given: Keywords, total: int) -> tuple[list[int], list[int]]:
     """Rows of pixels, and tokens, of each picture; the batch has ``total`` tokens of pictures."""
     if kind.grid is None:
         count = len(given[kind.pixels])
@@ -177,7 +176,7 @@ def link_deep_stack(model: nn.Module) -> None:
             module.register_forward_pre_hook(_crossing, with_kwargs=True)
 
 
-def _crossing(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _crossing(module: nn.Module, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
     states = BORDER_STATES.of(running())
     if states is None:
         return args, kwargs

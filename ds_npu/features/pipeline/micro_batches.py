@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ds_npu.models.logits import LABEL_ARGUMENTS
+from ds_npu.parallel.runtime.calls import Keywords
 
 KEY = "ds_npu.pipeline.micro_batches"
 REMEDY = f"What to do: {KEY} 1, which leaves the batch whole, and more gradient accumulation steps or train_batch"
@@ -17,10 +18,8 @@ OF_SAMPLES = ("input_ids", "inputs_embeds", *LABEL_ARGUMENTS)
 POSITIONS = "position_ids"
 """An argument whose last dims are samples (or 1) and tokens."""
 
-Arguments = dict[str, Any]
 
-
-def samples_of(given: Mapping[str, Any]) -> int:
+def samples_of(given: Keywords) -> int:
     """The number of samples of a batch: the first dim of its tokens, or else of its first tensor with dims."""
     first = [given[name] for name in OF_SAMPLES if isinstance(given.get(name), torch.Tensor)]
     found = next((each for each in _tensors([first, dict(given)]) if each.dim() > 0), None)
@@ -32,7 +31,7 @@ def sizes_of_parts(samples: int, count: int) -> list[int]:
     return [samples // count + (index < samples % count) for index in range(count)]
 
 
-def cut(given: Arguments, count: int, pieces: Mapping[str, Sequence[Any]] | None = None) -> list[Arguments]:
+def cut(given: Keywords, count: int, pieces: Mapping[str, Sequence[Any]] | None = None) -> Sequence[Keywords]:
     """The arguments of ``count`` micro-batches; tensors of the batch's samples are cut, all else is whole in each.
 
     ``pieces``: for each argument that is cut in another way, its parts. Raises ValueError for a tensor whose relation
@@ -42,7 +41,7 @@ def cut(given: Arguments, count: int, pieces: Mapping[str, Sequence[Any]] | None
         return [given]
     found = dict(pieces or {})
     samples = samples_of(given)
-    parts = [{name: each[index] for name, each in found.items()} for index in range(count)]
+    parts: list[dict[str, Any]] = [{name: each[index] for name, each in found.items()} for index in range(count)]
     for name in given.keys() - found.keys():
         leaves, tree = tree_flatten(given[name])
         of_leaves = [_pieces(name, leaf, samples, count) for leaf in leaves]
@@ -65,7 +64,7 @@ def _pieces(name: str, leaf: Any, samples: int, count: int) -> Sequence[Any]:
     )
 
 
-def shape_of(part: Mapping[str, Any]) -> Hashable:
+def shape_of(part: Keywords) -> Hashable:
     """The shapes of a micro-batch's tensors, on which the shapes of its hidden states depend."""
     return tuple((name, *((each.shape, each.dtype) for each in _tensors(value))) for name, value in part.items())
 

@@ -40,6 +40,7 @@ from ds_npu.parallel.pipeline.pass_through import (
     stages_in,
 )
 from ds_npu.parallel.pipeline.transfers import Tensors
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.placement import Placement, placement_of
 
@@ -319,7 +320,7 @@ def run_stage(
     return (states.leaving, *states.leaving_extra)
 
 
-def check_arguments(model: nn.Module, given: Mapping[str, Any]) -> None:
+def check_arguments(model: nn.Module, given: Keywords) -> None:
     """Raise ValueError for arguments that no stage of ``model`` can serve."""
     refused = [key for key in UNSERVED if given.get(key)]
     if refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.step_time.torch_trace import MARK
 
 
@@ -23,7 +24,7 @@ class MarkedCalls(TorchFunctionMode):
         func: Callable[..., Any],
         types: Sequence[type],
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Keywords | None = None,
     ) -> Any:
         named = kwargs or {}
         if getattr(func, "__module__", "") != c10d.__name__:
@@ -32,7 +33,7 @@ class MarkedCalls(TorchFunctionMode):
             return func(*args, **named)
 
 
-def _mark(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _mark(func: Callable[..., Any], args: Sequence[Any], kwargs: Keywords) -> str:
     found = _signature(func).bind(*args, **kwargs).arguments
     group = found.get("group") or dist.group.WORLD
     assert group is not None

@@ -12,6 +12,7 @@ from torch import nn
 
 from ds_npu.memory.recomputation import Recomputation
 from ds_npu.models.attributes import attribute
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.forward_wraps import Forward, P, R, first_parameter_name
 from ds_npu.parallel.runtime.micro_batch import Fact, closing_over_micro_batch, new_forward, running
 
@@ -50,7 +51,7 @@ def recomputation_of(
     return Recomputation(closing_over_micro_batch(function), device_type, stops_early=not whole, kept=kept)
 
 
-def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+def without_cache(module: nn.Module, kwargs: Keywords) -> dict[str, Any]:
     """``kwargs`` without a cache, which is empty in training; raises ValueError where it is not."""
     changed = {name: None for name in CACHES if kwargs.get(name) is not None}
     for name in changed:
@@ -59,7 +60,7 @@ def without_cache(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
                 f"ds_npu.{KEY}: {type(module).__name__} is trained with keys and values in {name}, which computing it "
                 f"again would write once more. What to do: give it none (use_cache false), or leave ds_npu.{KEY} out"
             )
-    return kwargs | changed | ({"use_cache": False} if "use_cache" in kwargs else {})
+    return {**kwargs, **changed, **({"use_cache": False} if "use_cache" in kwargs else {})}
 
 
 def recompute_module(

@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_npu.models.guards import is_compiled
 from ds_npu.parallel.pipeline.pass_through import BORDER_STATES
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.runtime.micro_batch import is_in_backward, running
 
 THE_MODEL = "the model"
@@ -74,7 +75,7 @@ class ModuleCalls:
 
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[ModuleCall] = []
-        self.entered: Callable[[ModuleCall, nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.entered: Callable[[ModuleCall, nn.Module, Arguments, Keywords], None] | None = None
         self.left: Callable[[ModuleCall, nn.Module, Any], None] | None = None
         self._model = model
         self._stack = _Stack()
@@ -118,7 +119,7 @@ class ModuleCalls:
         return next((call for call in reversed(self.calls) if call.has_made(number)), None)
 
     def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
             caller = self._stack.calls[-1] if self._stack.calls else None
             node = torch._C._autograd._get_sequence_nr()
             number = self._counts[name]

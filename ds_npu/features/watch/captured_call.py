@@ -21,6 +21,7 @@ from ds_npu.features.recorded_calls.tensor_statistics import (
 )
 from ds_npu.features.watch.wrong_operators import WrongOperator
 from ds_npu.models.attributes import copy_attributes
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.tensor.randomness import generator_states
 
 MOST_BYTES = 2**30
@@ -111,7 +112,7 @@ class CapturedCall:
     def _may_grow(self) -> bool:
         return sum(each.nbytes for each in [*self._weights.values(), *self._given.values()]) <= MOST_BYTES
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(self, module: nn.Module, args: Arguments, kwargs: Keywords) -> Any:
         self._calls += 1
         if self._calls - 1 != self.wrong.call:
             return None
@@ -129,7 +130,7 @@ class CapturedCall:
             return None
         return _bordered((args, kwargs), dict(named_leaves({**kwargs, "args": args})), self._note_gradient)
 
-    def _describe(self, module: nn.Module, given: dict[str, Any]) -> None:
+    def _describe(self, module: nn.Module, given: Keywords) -> None:
         autocast = torch.is_autocast_enabled(self.device_type)
         self.data |= {
             "module": module_data(module),

@@ -20,8 +20,8 @@ from ds_npu.features.recorded_calls.module_calls import ModuleCall, ModuleCalls
 from ds_npu.features.recorded_calls.observed_step import PausedMode
 from ds_npu.memory.storage_record import has_storage
 from ds_npu.ops.attention.mask import Mask
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.runtime.micro_batch import is_in_backward
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords
 
 BATCHED = ("aten::bmm", "aten::baddbmm")
 BATCH_DIMS = 3
@@ -179,7 +179,7 @@ def attention_flop(heads: int, widths: tuple[int, int], pairs: tuple[float, floa
     return Flop(model * pairs[0], executed * pairs[1])
 
 
-def fused_flop(given: Mapping[str, Any], *, backward: bool) -> Flop:
+def fused_flop(given: Keywords, *, backward: bool) -> Flop:
     """FLOP of one of torch's ``scaled_dot_product`` operators: query [B, N, S, D], key and value alike."""
     q, v = given["query"], given["value"]
     batch, heads, rows, key = q.shape
@@ -197,7 +197,7 @@ def _visible(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
-def npu_fused_flop(given: Mapping[str, Any], *, backward: bool) -> Flop:
+def npu_fused_flop(given: Keywords, *, backward: bool) -> Flop:
     """FLOP of npu_fusion_attention or its gradient, by layout, sparse mode, band, and lengths of documents."""
     q, k, v = given["query"], given["key"], given["value"]
     heads, layout = given["head_num"], given["input_layout"]
@@ -244,7 +244,7 @@ def visible_pairs(
     return float(total)
 
 
-def grouped_flop(given: Mapping[str, Any]) -> Flop:
+def grouped_flop(given: Keywords) -> Flop:
     """FLOP of a product of groups of rows, each with a matrix, or of groups of both: 2 P K N, whatever the groups."""
     pair = ("x", "weight") if "x" in given else ("self", "mat2")
     left, right = (each[0] if isinstance(each, list | tuple) else each for each in map(given.__getitem__, pair))

@@ -20,6 +20,7 @@ from ds_npu.features.recorded_calls.tensor_statistics import is_float
 from ds_npu.features.watch.captured_call import CapturedCall, Figures
 from ds_npu.features.watch.wrong_operators import WrongOperator, WrongOperators
 from ds_npu.parallel.pipeline.pass_through import stages_in
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.tensor.randomness import States, generator_states, restore_generators
 from ds_npu.zero_ext.skipped_steps import run_apart
 from ds_npu.zero_ext.training_engine import TrainingEngine
@@ -33,8 +34,8 @@ SHOWN = 6
 class KeptForward:
     """The arguments of a forward that trains, and what its backward began with."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Arguments
+    kwargs: Keywords
     random: States
     output: int | None = None
     """Among the leaves of its output the one that the script makes its loss of; None where that is not known."""
@@ -110,7 +111,7 @@ class MicroBatchAgain:
         self._device_type = torch.device(engine.device).type
         self.is_running = False
 
-    def kept(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> KeptForward | None:
+    def kept(self, args: Arguments, kwargs: Keywords) -> KeptForward | None:
         """The record of a forward; None where its arguments are too large, or belong to a graph."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(each.requires_grad for each in tensors) or sum(each.nbytes for each in tensors) > KEPT_BYTES:

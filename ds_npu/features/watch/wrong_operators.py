@@ -15,7 +15,8 @@ from ds_npu.features.recorded_calls.module_calls import ModuleCall, ModuleCalls
 from ds_npu.features.recorded_calls.plain_data import Plain, as_plain
 from ds_npu.features.recorded_calls.tensor_statistics import MINUS_INF, is_float, kinds_in, named_leaves
 from ds_npu.memory.storage_record import has_storage
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, local_shard
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
+from ds_npu.parallel.tensor.shard_access import local_shard
 
 FILLS = ("full", "new_full", "full_like", "fill", "fill_", "scalar_tensor", "masked_fill", "masked_fill_")
 """Operators that write a number of the caller's: it wants -inf, or NaN in what nobody may read."""
@@ -118,9 +119,7 @@ class WrongOperators(TorchDispatchMode):
             self.kept_call = None if call is None else {"operator": operator, **as_plain(call)}
         self.found.append((found, within))
 
-    def _look_at_weights(
-        self, call: ModuleCall, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _look_at_weights(self, call: ModuleCall, module: nn.Module, args: Arguments, kwargs: Keywords) -> None:
         with self._at_rest():
             for name, weight in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
                 values = local_shard(weight)

@@ -29,6 +29,7 @@ from ds_npu.parallel.expert.axis import ExpertAxis
 from ds_npu.parallel.expert.dispatch import ExpertOptions, Piece
 from ds_npu.parallel.expert.experts import DISPATCHERS
 from ds_npu.parallel.expert.weights import ExpertWeights
+from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.runtime.forward_wraps import Forward
 
 Compute = Callable[[], None]
@@ -152,7 +153,7 @@ class SharedExperts:
         block.compute_now()
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _first(args: Arguments, kwargs: Keywords) -> torch.Tensor | None:
     found = next(iter((*args, *kwargs.values())), None)
     return found if isinstance(found, torch.Tensor) else None
 

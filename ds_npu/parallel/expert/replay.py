@@ -8,7 +8,7 @@ its own scores, so that gradients reach the router.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ds_npu.parallel.expert.weights import is_experts
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.runtime.marks import Mark
 
 WATCHED: Mark[bool] = Mark("routing is watched")
@@ -42,7 +43,7 @@ class _TopK(TorchFunctionMode):
         self._choose = choose
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk):

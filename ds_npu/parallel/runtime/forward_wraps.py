@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from ds_npu.parallel.runtime.calls import Arguments
 from ds_npu.parallel.runtime.marks import held
 
 P = ParamSpec("P")
@@ -171,8 +172,8 @@ def first_parameter_name(module: nn.Module) -> str:
 
 
 def replace_first_argument(
-    name: str, change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    name: str, change: Callable[[Any], Any], args: Arguments, kwargs: dict[str, Any]
+) -> tuple[Arguments, dict[str, Any]]:
     """(args, kwargs) with ``change`` applied to the first argument, given by position or by ``name``."""
     if args:
         return (change(args[0]), *args[1:]), kwargs

@@ -11,7 +11,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from ds_npu.comm.pending import Work, identity
 from ds_npu.parallel.runtime.arrival import ARRIVAL, Arrival, arrive
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.tensor.shard_access import SERIALIZATION_READS, is_metadata
 
-Operation = Callable[..., Any]
 OF_MEMORY = {*SERIALIZATION_READS, torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset}
 """Metadata that tells of a weight's memory."""
 
@@ -33,7 +33,7 @@ class AwaitedWeight(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Operation, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         """Call ``func`` when its weights are there."""
         kwargs = kwargs or {}

@@ -11,7 +11,7 @@ with its products. Shape letters: T tokens, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ds_npu.ops.matmul_accumulate import matmul_accumulate_
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.tensor.sharding import Ranges
 
 WIDE = (torch.float32, torch.float64)
@@ -154,7 +155,7 @@ class Multiplier(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         if func is Tensor.t:
             return args[0]  # functional.linear gets the matrix transposed.

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ds_npu.comm.crossing import copy, gather
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.runtime.forward_wraps import (
     Forward,
     Level,
@@ -35,7 +36,7 @@ from ds_npu.parallel.runtime.micro_batch import LEAVING_LENGTH, carried_by, new_
 from ds_npu.parallel.runtime.tensor_attribute import tensor_property
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
 from ds_npu.parallel.tensor.sequence_shards import SequenceParallel, SequenceShards, whole_length
-from ds_npu.parallel.tensor.shard_access import Arguments, Keywords, Operation, region_scope
+from ds_npu.parallel.tensor.shard_access import region_scope
 
 SHAPE_ONLY: set[Operation] = {
     torch.Tensor.size,
@@ -318,7 +319,7 @@ def begin_micro_batches(module: nn.Module) -> None:
     wrap_forward(module, begin, Level.REGION)
 
 
-def _argument(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _argument(name: str, args: Arguments, kwargs: Keywords) -> Any:
     """The first argument, given by position or by ``name``."""
     return args[0] if args else kwargs[name]
 

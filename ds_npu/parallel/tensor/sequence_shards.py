@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ds_npu.comm.crossing import collect, shard
+from ds_npu.parallel.runtime.calls import Keywords
 from ds_npu.parallel.runtime.micro_batch import (
     SEQUENCE_LENGTH,
     Fact,
@@ -21,7 +22,6 @@ from ds_npu.parallel.runtime.micro_batch import (
     within,
 )
 from ds_npu.parallel.tensor.axis import SEQUENCE_DIM, TensorAxis
-from ds_npu.parallel.tensor.shard_access import Keywords
 
 
 @dataclass(frozen=True, eq=False)

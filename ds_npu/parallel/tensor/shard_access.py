@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -27,13 +27,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_npu.parallel.runtime.arrival import arrive
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.runtime.micro_batch import is_in_backward
 from ds_npu.parallel.tensor.sharding import Sharding
-
-Operation = Callable[..., Any]
-"""A function of tensors, as ``__torch_function__`` gets it."""
-Arguments = tuple[Any, ...]
-Keywords = Mapping[str, Any]
 
 INTERNAL = ("ds_npu", "deepspeed")
 """Packages that may compute with shards."""

@@ -15,11 +15,9 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute, tensor_property
 from ds_npu.parallel.tensor.shard_access import (
-    Arguments,
-    Keywords,
-    Operation,
     ShardAccessError,
     ShardedParameter,
     WeightShard,

@@ -29,7 +29,7 @@ CASES = [
     ("llama", 1, NOT_EXPERTS.format("LlamaForCausalLM")),
 ]
 """Families, the ranks that share an expert, and what comes of it."""
-BOUNDS = {"inkling2_text": 1e-6}
+IN_FLOAT32 = {"inkling2_text": 1e-6}
 """Its activation computes in float32; in backward nothing makes that float64, as these tests do in forward."""
 
 
@@ -50,7 +50,7 @@ def test_autocast(kind):
 
 def every_axis(kind: str) -> None:
     for etp in (1, 2):
-        found = expert_families.outcome(kind, etp, BOUNDS.get(kind, families.EXACT))
+        found = expert_families.outcome(kind, etp, IN_FLOAT32.get(kind, families.EXACT))
         assert found.startswith(("exact", "refused: ", "one process")), (kind, etp, found)
 
 

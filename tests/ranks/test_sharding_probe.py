@@ -74,6 +74,15 @@ def test_more_families_pass(family):
     passes(model, {}, 4, True, large=EVERYTHING_LARGE)
 
 
+def test_scaled_inputs():
+    """Llama-4's block loses its sequences; where experts have ranks of their own, ds_npu's forward of it does not."""
+    model, other = tiny_models.tiny("llama4_text", torch.float32), tiny_models.tiny("mixtral", torch.float32)
+    assert sharding_probe.has_scaled_inputs(model, plan_for(model, {}))
+    assert not sharding_probe.has_scaled_inputs(other, plan_for(other, {}))
+    passes(model, {})
+    assert "in Llama4TextMLP" in probed(model, {}, 2, True).faults[0]
+
+
 def test_adapters_pass():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "o_proj", "gate_proj", "down_proj"], lora_dropout=0.1)

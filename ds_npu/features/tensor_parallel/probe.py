@@ -20,6 +20,7 @@ from torch import nn
 from ds_npu.comm.threads import ThreadGroup, run_in_threads
 from ds_npu.config.roles import ORDER, Role
 from ds_npu.features.modules.part_copy import LARGE, ModelPart, Unit, decoder_unit
+from ds_npu.features.modules.scaled_inputs import takes_scaled_inputs
 from ds_npu.features.modules.thread_ranks import (
     ProbeResult,
     ThreadTopology,
@@ -71,7 +72,9 @@ def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequen
     Every tensor rank calls it at the same time. One line in the log tells what could not be tried.
     """
     size, group = topology.size("tp"), topology.group("tp")
-    mine = probe(model, plan, size, sequence_parallel)
+    # Experts with ranks of their own tell the rest of such a block where sequences end; in a copy nothing does.
+    has_sequences = topology.size("ep", "etp") == 1 or not has_scaled_inputs(model, plan)
+    mine = probe(model, plan, size, sequence_parallel and has_sequences)
     found: list[tuple[list[str], list[str]]] = [([], [])] * size
     dist.all_gather_object(found, (mine.faults, mine.unseen), group=group)
     faults: list[str] = next((faults for faults, _ in found if faults), [])
@@ -82,6 +85,12 @@ def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequen
         raise ValueError(MISMATCH.format(size=size, model=plan.model, faults="\n".join(faults)))
     if unseen and topology.global_rank == 0:
         logger().info("parallel.probe: not tried, so that the plan is trusted: %s", "; ".join(unseen))
+
+
+def has_scaled_inputs(model: nn.Module, plan: ModelPlan) -> bool:
+    """Whether a block of ``model`` passes every token to every expert, and its hidden states as [tokens, hidden]."""
+    known: dict[Hashable, bool] = {}
+    return any(takes_scaled_inputs(model, name, known) for name in plan.named(Role.EXPERTS))
 
 
 class _UnshardableError(Exception):

@@ -14,6 +14,11 @@ from ds_npu.parallel.runtime.forward_wraps import WrappedForward
 from ds_npu.parallel.runtime.placement import Placement, placement_of
 from ds_npu.topology.topology import Topology
 
+
+def is_of_product(placement: Placement) -> bool:
+    return len(placement.shape) == 2 and "embed" not in placement.name
+
+
 MARKS = {
     "ds_npu_placement": lambda placement, stage: True,
     "tensor_model_parallel": lambda placement, stage: placement.part("tp") != "replicated",
@@ -21,6 +26,8 @@ MARKS = {
     # The guard of a shard, on models that ds_npu has sharded itself.
     "shard": lambda placement, stage: placement.part("tp") != "replicated",
     "ds_zero_partition_process_group": lambda placement, stage: stage == 3,
+    # fused_ops.matmul_accumulate: where products are added. ZeRO 3 accumulates no whole gradients.
+    "ds_npu_gradient_sink": lambda placement, stage: is_of_product(placement) and stage < 3,
 }
 """An attribute that ds_npu sets on a parameter -> whether its placement and the stage of ZeRO ask for it."""
 MODEL_ATTRIBUTES = {

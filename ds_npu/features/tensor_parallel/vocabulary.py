@@ -103,7 +103,8 @@ class ShardedHead:
 
     def _guarded(self, out: T, kept: _KeptShard, who: str) -> T:
         """``out`` of a forward that kept its logits, with a guard on them; raises ValueError for a loss of its own."""
-        kept.check_used(who)
+        if not kept.is_used:
+            kept.check_used(who)
         if isinstance(out, dict) and "logits" in out:
             ranks = f"{len(self.vocabulary.ranges)} tensor ranks (ds_npu.parallel.tensor)"
             described = f"logits of {self.vocabulary.size} words, in training on labels, are sharded over {ranks}"

@@ -227,9 +227,7 @@ class EnginePipeline:
         several = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
         collected = {name for name, each in self.signature.parameters.items() if each.kind in several}
         given = {name: value for name, value in bound.arguments.items() if name not in collected}
-        if "use_cache" in self.signature.parameters:
-            given |= {"use_cache": False}
-        return kwargs | given
+        return kwargs | given | ({"use_cache": False} if "use_cache" in self.signature.parameters else {})
 
     def batch(self, given: Keywords, trains: bool) -> RunningMicroBatches:
         """The micro-batches of the batch with the arguments ``given``."""

@@ -87,7 +87,7 @@ def mark_matrices(model: nn.Module, ds_config: Config) -> None:
 
     Raises ValueError, DeepSpeed's own, where ``per_head_muon`` is set and it finds no heads.
     """
-    settings = value_at({**ds_config}, "optimizer.params")
+    settings = value_at(ds_config, "optimizer.params")
     deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params=settings), model)
 
 

@@ -104,9 +104,9 @@ def muon_lines(model: nn.Module, ds_config: Config, checked: Checked, machine: M
 
 
 def _partition_of(ds_config: Config) -> Partition:
-    if why_not_in_buckets({**ds_config}) is not None:
+    if why_not_in_buckets(ds_config) is not None:
         return contiguous
-    return partial(bucketed_runs, stated_bucket_limits({**ds_config}))
+    return partial(bucketed_runs, stated_bucket_limits(ds_config))
 
 
 def summary(model: nn.Module, ds_config: Config, checked: Checked) -> Iterator[str]:

@@ -17,7 +17,7 @@ OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 
 def is_muon(ds_config: Config) -> bool:
     """Whether the config asks for Muon; a script may give DeepSpeed one of its own as well."""
-    return str(value_at({**ds_config}, "optimizer.type")).lower() == "muon"
+    return str(value_at(ds_config, "optimizer.type")).lower() == "muon"
 
 
 def muon_problems(ds_config: Config) -> Iterator[Problem]:

@@ -63,7 +63,7 @@ class MessageSizes:
     @staticmethod
     def of(ds_config: Config, degrees: Degrees, model: Mapping[str, int | None]) -> MessageSizes:
         """The sizes for a ``model`` with these values of SIZES; None where it does not say one."""
-        micro = value_at({**ds_config}, "train_micro_batch_size_per_gpu")
+        micro = value_at(ds_config, "train_micro_batch_size_per_gpu")
         hidden, positions, chosen = map(model.get, SIZES)
         if not (isinstance(micro, int) and hidden and positions):
             return MessageSizes()
@@ -88,7 +88,7 @@ def bucket_mib(ds_config: Config) -> int | None:
 
     Elements are counted as float32, the widest that DeepSpeed reduces.
     """
-    elements = [value_at({**ds_config}, f"zero_optimization.{key}") for key in BUCKETS]
+    elements = [value_at(ds_config, f"zero_optimization.{key}") for key in BUCKETS]
     if not all(isinstance(value, int | float) for value in elements):
         return None
     return -(-int(max(elements)) * 4 // MIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.overrides import TorchFunctionMode
 
-from ds_npu.parallel.runtime.calls import Keywords
+from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.step_time.torch_trace import MARK
 
 
@@ -21,9 +21,9 @@ class MarkedCalls(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Operation,
         types: Sequence[type],
-        args: Sequence[Any] = (),
+        args: Arguments = (),
         kwargs: Keywords | None = None,
     ) -> Any:
         named = kwargs or {}
@@ -33,7 +33,7 @@ class MarkedCalls(TorchFunctionMode):
             return func(*args, **named)
 
 
-def _mark(func: Callable[..., Any], args: Sequence[Any], kwargs: Keywords) -> str:
+def _mark(func: Operation, args: Arguments, kwargs: Keywords) -> str:
     found = _signature(func).bind(*args, **kwargs).arguments
     group = found.get("group") or dist.group.WORLD
     assert group is not None
@@ -41,7 +41,7 @@ def _mark(func: Callable[..., Any], args: Sequence[Any], kwargs: Keywords) -> st
 
 
 @functools.cache
-def _signature(func: Callable[..., Any]) -> inspect.Signature:
+def _signature(func: Operation) -> inspect.Signature:
     return inspect.signature(func)
 
 

@@ -72,9 +72,10 @@ def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequen
     Every tensor rank calls it at the same time. One line in the log tells what could not be tried.
     """
     size, group = topology.size("tp"), topology.group("tp")
-    # Experts with ranks of their own tell the rest of such a block where sequences end; in a copy nothing does.
-    has_sequences = topology.size("ep", "etp") == 1 or not has_scaled_inputs(model, plan)
-    mine = probe(model, plan, size, sequence_parallel and has_sequences)
+    if sequence_parallel and topology.size("ep", "etp") > 1 and has_scaled_inputs(model, plan):
+        # Such blocks keep their sequences by the forward that ds_npu.moe gives them, which copies do not have.
+        sequence_parallel = False
+    mine = probe(model, plan, size, sequence_parallel)
     found: list[tuple[list[str], list[str]]] = [([], [])] * size
     dist.all_gather_object(found, (mine.faults, mine.unseen), group=group)
     faults: list[str] = next((faults for faults, _ in found if faults), [])
@@ -88,7 +89,7 @@ def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequen
 
 
 def has_scaled_inputs(model: nn.Module, plan: ModelPlan) -> bool:
-    """Whether a block of ``model`` passes every token to every expert, and its hidden states as [tokens, hidden]."""
+    """Whether a block of ``model`` passes every token to every expert, and so flattens its hidden states."""
     known: dict[Hashable, bool] = {}
     return any(takes_scaled_inputs(model, name, known) for name in plan.named(Role.EXPERTS))
 

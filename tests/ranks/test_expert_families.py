@@ -30,7 +30,7 @@ CASES = [
 ]
 """Families, the ranks that share an expert, and what comes of it."""
 IN_FLOAT32 = {"inkling2_text": 1e-6}
-"""Bounds where an activation computes in float32: in backward nothing makes it float64, as these tests do in forward."""
+"""Bounds where an activation computes in float32: these tests make it float64 in forward, nothing does in backward."""
 
 
 def hold(cases: list[tuple[str, int, str]]) -> None:

@@ -22,10 +22,11 @@ from ds_npu.parallel.context.ulysses import PostedTensor, UlyssesAllToAll, post_
 
 
 class UlyssesPlan(NamedTuple):
-    """The all-to-alls of one attention: of the query (and of out, with its gradient), and of key and value.
+    """The Ulysses all-to-alls of one attention.
 
-    This rank computes ``query_heads``. ``key_head_indices`` has, for each of them, the index of its key head among the
-    key heads that this rank receives; None where consecutive query heads share one evenly.
+    ``query`` exchanges the query and, back, the output; ``key`` exchanges keys and values. This rank computes
+    ``query_heads``. ``key_head_indices`` has, for each of them, the index of its key head among the key heads that
+    this rank receives; None where consecutive query heads share one evenly.
     """
 
     query: UlyssesAllToAll
@@ -64,8 +65,8 @@ def context_attention(
     ``tokens`` the ranks have equal numbers, by ``shard_evenly`` (contiguous with Ulysses, zigzag with a ring), in
     layout TND by ``shard_documents`` of the mask's documents. ``options.mask`` is of the whole sequence: its bounds, or
     a ``dense`` one [..., S, S]; attention never crosses ``tokens.documents``. Accumulates in float32 (float64 for
-    float64). ``options.sinks`` are the same on every rank, and their
-    gradient is that of this rank's rows. Raises ValueError where sizes, mask and tokens do not match.
+    float64). ``options.sinks`` are the same on every rank; each rank gets their gradient from the rows and heads that
+    it computes. Raises ValueError where sizes, mask and tokens do not match.
     """
     options = options or Options()
     given = [x.sent if isinstance(x, PostedTensor) else x for x in (q, k, v)]

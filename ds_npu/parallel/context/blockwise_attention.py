@@ -41,7 +41,7 @@ def blockwise_attention(
     source: KeyValueSource | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Out [B, S, N, D] of the rows q [B, S, N, D] of ``local``, whose own keys and values are ``kv``.
+    """The attention [B, S, N, D] of this rank's rows q [B, S, N, D]; ``kv`` are its own keys and values.
 
     ``sinks`` [N] are merged once, behind the last block: their gradient is that of this rank's rows and heads.
     Backward receives the keys and values again that ``local`` does not keep: from other ring ranks, or from ``source``.

@@ -1,4 +1,4 @@
-"""The tokens of the running batch that a context rank holds, for whoever records what modules compute."""
+"""The mark by which recorders of module outputs find the tokens that a context rank holds in the running forward."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import torch
 from ds_npu.parallel.runtime.marks import Mark
 
 HELD_TOKENS: Mark[Callable[[], torch.Tensor | None]] = Mark("held tokens")
-"""A function of a model whose sequences are sharded: the indices in their sequences of this rank's tokens in the
-running forward, int64 [1 or B, tokens]; None in a forward of whole sequences."""
+"""The mark of a model whose sequences are sharded: a function that returns the index of each of this rank's tokens in
+its sequence, int64 [1 or B, tokens]; None in a forward of whole sequences."""

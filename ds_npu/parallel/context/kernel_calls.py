@@ -114,8 +114,7 @@ def pairs(tokens: Tokens, rank: int, mask: Mask) -> int:
 
 @functools.lru_cache(maxsize=64)
 def last_step(tokens: Tokens, bounds: Bounds) -> int | None:
-    """The step of a single ring after which no rank needs a further block; None: all steps are needed, or it is not
-    known."""
+    """The last step of a single ring in which any rank sees keys of its block; None: take all steps."""
     if None in bounds or len(tokens.documents) > 1:
         return None
     size = len(tokens.ring)

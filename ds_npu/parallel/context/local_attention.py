@@ -37,7 +37,7 @@ class LocalAttention:
     softcap: float | None = None
 
     def join_samples(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, samples * S, N, D] where samples are sharded differently: they are then one sequence."""
+        """Join samples that are sharded differently to one sequence, [1, samples * S, N, D]; else return ``x``."""
         return x.flatten(0, 1)[None] if self.tokens.samples > 1 else x
 
     def separate_samples(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class LocalAttention:
 
     @property
     def counts(self) -> list[int]:
-        """The number of tokens of each ring rank, over all samples that are one sequence."""
+        """The number of tokens of each ring rank, over all samples that ``join_samples`` joins."""
         return [count * self.tokens.samples for count in self.tokens.ring_token_counts]
 
     def route(self) -> Route:
@@ -97,7 +97,7 @@ class LocalAttention:
 
     @property
     def repeats_all_to_all(self) -> bool:
-        """Whether backward receives keys or values from its Ulysses ranks again."""
+        """Whether backward repeats the Ulysses all-to-all of keys or values."""
         return self.axis.algorithm.ring == 1 < self.axis.size and self.cached < 2
 
     def is_own(self, step: Step) -> bool:

@@ -39,7 +39,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class _Edge:
-    """The first (or the one past the last) key of consecutive rows: ``start`` + row * ``slope``; None: one row only."""
+    """The first key (or the key past the last) of consecutive rows: ``start`` + row * ``slope``.
+
+    ``slope`` is None for a single row.
+    """
 
     start: int
     slope: int | None
@@ -59,7 +62,7 @@ class _Edge:
 
 
 class _Run(NamedTuple):
-    """Consecutive rows whose two edges are straight."""
+    """Consecutive rows over which each of the two edges has one slope."""
 
     rows: range
     low: _Edge
@@ -126,7 +129,7 @@ class _TokenIndex:
         return self.before[at - 1] + min(token - self.starts[at - 1], len(self.pieces[at - 1]))
 
     def bends(self, within: range) -> list[int]:
-        """Tokens of ``within`` at which ``count`` begins or ceases to rise."""
+        """Tokens at which ``count`` begins or ceases to rise: the bounds of the pieces in and around ``within``."""
         first = max(bisect.bisect_right(self.starts, within.start) - 1, 0)
         last = bisect.bisect_right(self.starts, within.stop)
         return [token for piece in self.pieces[first:last] for token in (piece.start, piece.stop)]
@@ -150,7 +153,10 @@ def _runs(rows: Pieces, keys: _TokenIndex, mask: Mask, documents: Pieces) -> Ite
 
 
 def _bounds(mask: Mask, document: range) -> Iterator[tuple[int | None, int, int, int]]:
-    """(distance from the row or None, key where unbounded, least, most) of the first key and the one past the last."""
+    """Yield the bound of a row's first key, then that of the key past its last.
+
+    A bound is (distance from the row, or None; the key in that case; the least and the most that the key can be).
+    """
     yield (None if mask.before is None else -mask.before), document.start, document.start, document.stop
     yield (None if mask.after is None else mask.after + 1), document.stop, document.start, document.stop
 
@@ -166,7 +172,7 @@ def _edge(rows: range, keys: _TokenIndex, bound: tuple[int | None, int, int, int
 
 
 def _straight(rows: range, bends: list[int], mask: Mask, document: range) -> Iterator[range]:
-    """``rows`` divided where an edge may bend."""
+    """Divide ``rows`` where the slope of an edge may change."""
     bounds = {rows.start, rows.stop}
     for distance, _, least, most in _bounds(mask, document):
         if distance is not None:

@@ -38,7 +38,10 @@ class _Scan(torch.autograd.Function):
         runs: TokenRuns,
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
-        """The state before each of this rank's runs, of their maps [P, H, K, K] (or [P, H, 1, 1]) and [P, H, K, V]."""
+        """The state before each of this rank's runs, from the maps of its runs.
+
+        The maps are [P, H, K, K] (or [P, H, 1, 1]) and [P, H, K, V].
+        """
         maps = torch.cat([transition.flatten(1), added.flatten(1)], 1)
         numbers = transition[0].numel()
         every, additions = torch.tensor_split(_gathered(maps, runs, group), [numbers], 1)
@@ -71,13 +74,13 @@ _scan = applied(_Scan, _Scan.forward)
 
 
 def _gathered(rows_PX: torch.Tensor, runs: TokenRuns, group: dist.ProcessGroup) -> torch.Tensor:
-    """The rows of all ranks' runs, by their numbers."""
+    """All-gather one row for each run of every rank, in the order of the runs' numbers."""
     mine = _padded(rows_PX, runs).contiguous()
     return gather_parts(mine.new_empty(runs.ranks, *mine.shape), mine, group).wait().flatten(0, 1)
 
 
 def _padded(rows: torch.Tensor, runs: TokenRuns) -> torch.Tensor:
-    """As many rows as the rank with most runs has."""
+    """Pad ``rows`` with zeros to as many rows as the rank with most runs has."""
     missing = runs.most - len(rows)
     return functional.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing)) if missing else rows
 

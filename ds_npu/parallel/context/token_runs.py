@@ -1,7 +1,7 @@
-"""The runs of consecutive tokens that each context rank holds, in the order of the sequence: the way of a state.
+"""The runs of consecutive tokens that each context rank holds, and the order in which a state passes through them.
 
-A rank computes its runs side by side, as rows of one batch. Behind a run the state goes to the run that goes on with
-the document, on whichever rank that is.
+A rank computes its runs side by side, as rows of one batch. After a run the state goes to the run that continues the
+document, on whichever rank that is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ds_npu.comm.host_copy import copy_to_device
 from ds_npu.parallel.context.load_balance import Tokens
 
 Level = tuple[torch.Tensor, torch.Tensor]
-"""Indices of runs, and of those that go on with their documents."""
+"""The numbers of some runs, and for each the number of the run that continues its document."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +40,14 @@ class TokenRuns:
     segments: torch.Tensor | None
     """[P, L]: the number of each token's document; None where each run has tokens of one."""
     levels: tuple[Level, ...]
-    """Steps of the scan: the first goes from runs that begin a document to those behind them, and so on."""
+    """Steps of the scan: the first passes states from runs that begin a document to the next runs, and so on."""
     tails: torch.Tensor
-    """[P, W - 1]: the last tokens of each run among the P * L; P * L in front of a shorter one."""
+    """[P, W - 1]: the indices of each run's last tokens among the P * L; P * L in front of a shorter run."""
     halo: torch.Tensor
-    """[P, W - 1]: the tokens before each run among the tails of all ranks; their number where the document begins."""
+    """[P, W - 1]: the indices of the tokens before each run among the tails of all ranks.
+
+    The number of all tails stands for a token before the document.
+    """
 
     def arranged(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's tokens [B, tokens, ...] as runs [P, L, ...]; zeros behind the end of a run."""
@@ -92,7 +95,7 @@ class _Sequences:
         return bisect.bisect_right(self.begins, token) - 1
 
     def levels(self) -> list[list[tuple[int, int]]]:
-        """(run, the run behind it) by their distance from the begin of the document."""
+        """Pairs (run, run that continues its document), one list for each distance from the document's first run."""
         found: list[list[tuple[int, int]]] = []
         depth = 0
         for (run, number), (behind, number_behind) in itertools.pairwise(self.ordered):
@@ -103,7 +106,7 @@ class _Sequences:
         return found
 
     def halo(self, run: range, width: int) -> list[int]:
-        """The places of the tokens before ``run`` among the tails of all ranks."""
+        """The indices of the tokens before ``run`` among the tails of all ranks."""
         tails = width - 1
         first = self.begins[self.document(run.start)]
         nothing = len(self.by_rank) * self.most * tails

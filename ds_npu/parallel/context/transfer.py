@@ -34,8 +34,8 @@ class Route(Protocol):
     def blocks(self, own: Block) -> Iterator[tuple[Step, Block]]:
         """Yield the blocks that this rank, with block ``own``, needs; the next one travels while the caller computes.
 
-        Without tensors in ``own`` the others have none either, and nothing is sent. The caller should drop a block
-        before it asks for the next one, which frees its memory.
+        If ``own`` has no tensors, all blocks are empty and nothing is sent. The caller should drop a block before it
+        asks for the next one, which frees its memory.
         """
 
     def add(self, step: Step, own: Block, calls: Iterator[CallGradients]) -> None:

@@ -85,7 +85,7 @@ def share_heads(query_heads: int, kv_heads: int, ranks: int) -> Heads:
 
 @dataclass(frozen=True)
 class UlyssesAllToAll:
-    """The tokens and heads of one tensor that each rank of a Ulysses group has, and its all-to-alls without gradients.
+    """The all-to-alls of one tensor in a Ulysses group, without autograd, and the tokens and heads of each rank.
 
     Rank r has ``counts[r]`` tokens, behind those of rank r - 1, and computes ``heads[r]``. These ranges begin with 0,
     ascend and leave no head out; they overlap where ranks need the same heads. ``rank`` is this rank's in

@@ -22,7 +22,7 @@ class ExpertAxis:
     ep: int
     etp: int
     same_tokens: dist.ProcessGroup | None = None
-    """The ranks that hold the same tokens, of which each sends a share; None where every rank holds others."""
+    """The tensor ranks that hold the same tokens, of which each sends a share; None where each holds its own."""
 
     @property
     def size(self) -> int:
@@ -38,7 +38,7 @@ class ExpertAxis:
 
     @staticmethod
     def of(topology: Topology, tokens_are_sharded: bool) -> ExpertAxis:
-        """The axis of this rank; ``tokens_are_sharded``: over the tensor ranks, by sequence parallelism."""
+        """The axis of this rank; ``tokens_are_sharded``: whether sequence parallelism shards the tokens."""
         group = topology.group("ep", "etp")
         ep = topology.size("ep")
         etp = topology.size("etp")

@@ -65,14 +65,14 @@ class Routing:
 
 @dataclass(frozen=True)
 class TokenRanks:
-    """The ranks that hold other tokens than this rank."""
+    """The groups of ranks whose tokens differ from this rank's."""
 
     peers: tuple[dist.ProcessGroup, ...]
     """Ranks with other tokens of the same sequences; a sum over one group after the other covers all of them."""
     everyone: tuple[dist.ProcessGroup, ...]
     """Ranks with tokens of the same or other sequences."""
     data: int
-    """The micro-batches that ``everyone`` has at the same time; DeepSpeed averages their gradients."""
+    """The number of micro-batches that ``everyone`` computes at a time; DeepSpeed averages their gradients."""
 
 
 @dataclass(frozen=True)

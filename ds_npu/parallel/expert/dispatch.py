@@ -40,7 +40,7 @@ class ExpertOptions:
     replica_rows: int = 0
     """The fewest rows for which an expert gets a replica on another rank (``sharing``); 0: no replicas."""
     presize: Callable[[Sequence[Any]], Sequence[Plan]] | None = None
-    """Turns the dispatcher's plans of all pieces into plans of known sizes (``presized``); None: sizes are exact."""
+    """Replaces the plans of all pieces by plans of preset sizes (``presized``); None: the counts give the sizes."""
 
 
 class Routed:
@@ -112,7 +112,7 @@ class Plan(Protocol):
         """The copies of tokens [T, ...] in the order of sending; more rows may follow them."""
 
     def labels(self, routing: torch.Tensor) -> torch.Tensor:
-        """As ``copies``, for numbers [T, L]; they are 0 in padding rows."""
+        """As ``copies``, for the routing numbers [T, L] of the tokens; padding rows get 0."""
 
     def dispatch(self, counts_RC: list[list[int]]) -> Dispatch:
         """The dispatch, given the counts of all ranks."""

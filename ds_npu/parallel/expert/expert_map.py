@@ -1,5 +1,7 @@
-"""Experts that move between ranks: the map from ranks along ep to the experts they hold, the one that balances load,
-the load of each expert, and the exchange of weights and states."""
+"""Relocation of experts: the map from ranks along ep to the experts that they hold, and a map that balances the load.
+
+Also the load of each expert, and the exchange of weights and optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -110,12 +112,12 @@ class HeldRange(NamedTuple):
     start: int
     stop: int
     at: int = 0
-    """The position of the first one in the tensor that holds them."""
+    """The position of element ``start`` in the tensor that holds the range."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """The elements that a rank holds of the flattened weight [E / ep, ...] of its rank along ep."""
+    """The elements of the flattened weight [E / ep, ...] that a rank holds: all, or its ZeRO partition."""
 
     ep_rank: int
     spans: tuple[HeldRange, ...]
@@ -129,7 +131,7 @@ class Move:
     target: tuple[int, int]
 
     def pieces(self, size: int, sender: Elements, receiver: Elements) -> Iterator[tuple[int, int, int]]:
-        """The elements that ``sender`` sends to ``receiver``: the first one's position in each tensor, and the length.
+        """Yield the runs that ``sender`` sends: (position in its tensor, position in ``receiver``'s tensor, length).
 
         ``size``: the elements of one expert.
         """

@@ -59,7 +59,7 @@ def compute_experts(
     axis: ExpertAxis,
     options: ExpertOptions,
 ) -> torch.Tensor:
-    """The sum [T, H] over each token's experts of their outputs, times the token's routing weights.
+    """For each token the sum [T, H] of its experts' outputs, each times its routing weight.
 
     x: [T, H], this rank's tokens (with ``axis.same_tokens``: its share of them); ids: [T, K] int64, experts of all
     ranks, -1 for none; weights: [T, K] floating. Every rank of the axis calls it at the same time, with any T. It is
@@ -93,7 +93,7 @@ class RoutedTokens(Routed):
 
 @dataclass(frozen=True)
 class Planned:
-    """A dispatcher that sends by plans; experts compute between its messages, other layers during them."""
+    """A dispatcher that makes a ``Plan`` for each piece of the tokens; other layers may compute during its messages."""
 
     can: Dispatching
     plan: Callable[[torch.Tensor, int, ExpertAxis], Plan]
@@ -333,7 +333,7 @@ class _Finish(torch.autograd.Function):
 def _outputs(
     experts: ExpertWeights, rows: _Rows, first_PF: torch.Tensor, down: torch.Tensor, down_bias: Optional
 ) -> torch.Tensor:
-    """The sums [N, H] over this rank's experts of their outputs, given those [P, F] of the first product."""
+    """For each received row the sum [N, H] of its experts' outputs on this rank, from the first product [P, F]."""
     y_PH = experts.forward(weighted(experts.activation(first_PF), rows.weights), down, rows.counts)
     if down_bias is not None:
         y_PH.add_(weighted(down_bias.index_select(0, rows.experts), rows.weights))

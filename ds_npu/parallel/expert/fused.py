@@ -56,7 +56,7 @@ def exchange_kernels() -> Kernels:
 
 @dataclass(frozen=True)
 class FusedDispatcher:
-    """Products in one kernel with their messages; the ``fallback``, with a warning, where the kernels do not apply."""
+    """A dispatcher that runs products and their messages in one kernel; elsewhere the ``fallback``, with a warning."""
 
     fallback: Dispatcher
     can: ClassVar[Dispatching] = ABILITIES["fused"]

@@ -8,8 +8,9 @@ The routed experts call the shared experts' module; when the block calls it, its
 youngest of the nodes that are ready, so that backward runs in the reverse order. Sources: MindSpeed
 (moe-alltoall-overlap-comm), Megatron-LM (moe-shared-expert-overlap); for two halves DeepSeek-V3 (arXiv:2412.19437).
 
-The routed experts, computed inside of the shared experts' forward, are no part of it. The recomputation of that module
-must not record them: neither by its hooks on saved tensors nor by its dispatch modes (``SavingContext``).
+The routed experts run inside of the shared experts' forward, but are no part of it. Where the shared experts are
+recomputed (activation checkpointing), hooks on saved tensors and dispatch modes must not record the routed experts:
+``SavingContext``.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class _Block:
     """The state that their result depends on (``_state_of``)."""
     result: object = None
     compute: Compute | None = None
-    """The computation of the routed experts, until it is called."""
+    """Computes the routed experts; None once it has run."""
     graph_task: int = field(default_factory=torch._C._current_graph_task_id)
-    """The backward that computes the block again; -1 in its forward."""
+    """The autograd task of the backward that recomputes the block; -1 in its forward."""
 
     def compute_now(self) -> None:
         if self.compute is not None:
@@ -81,7 +82,7 @@ class _Block:
 
 
 def _state_of(x: torch.Tensor) -> tuple[object, ...]:
-    """The state that a result of ``x`` depends on, without its identity: hooks of ZeRO 3 pass modules an alias."""
+    """All that a result computed from ``x`` depends on, but not its identity: hooks of ZeRO 3 pass modules an alias."""
     kind = x.device.type
     memory = x.data_ptr(), x.shape, x.stride(), x.dtype, None if x.is_inference() else x._version
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -91,8 +92,8 @@ def _state_of(x: torch.Tensor) -> tuple[object, ...]:
 class SharedExperts:
     """The shared experts of one block, computed while tokens travel.
 
-    ``in_block`` wraps the forward of the block, inside all other wraps. ``in_experts``, ``in_shared`` and ``in_last``
-    wrap those of its routed experts, its shared experts and the last layer of these, outside all other wraps.
+    ``in_block`` wraps the forward of the block, inside all other wraps. Outside all other wraps, ``in_experts`` wraps
+    the forward of its routed experts, ``in_shared`` that of its shared experts, ``in_last`` that of their last layer.
     """
 
     def __init__(self, name: str, of_block_input: bool, find: Callable[[], nn.Module]) -> None:
@@ -168,7 +169,7 @@ class SavingContext:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """A context, inside of the point where this object was made, with the hooks and modes of that point."""
+        """A context with the hooks and modes of the point where this object was made, for code inside of that point."""
         inner = []
         while len(_get_current_dispatch_mode_stack()) > self._modes:
             inner.append(_pop_mode())

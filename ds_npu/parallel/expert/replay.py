@@ -54,7 +54,7 @@ class _TopK(TorchFunctionMode):
 
 @contextmanager
 def record_routing(model: nn.Module, blocks: Collection[str] = ()) -> Iterator[RoutingRecord]:
-    """Record the choices of every forward of ``model`` within the block, in order, for this rank's tokens.
+    """Record the choices of every forward of ``model`` within the context, in order, for this rank's tokens.
 
     Watches the blocks of modules that hold experts in parameters of three dims, and those named in ``blocks``, which
     models with experts in lists need. Raises ValueError where there are none.
@@ -71,10 +71,10 @@ def record_routing(model: nn.Module, blocks: Collection[str] = ()) -> Iterator[R
 
 @contextmanager
 def replay_routing(model: nn.Module, record: RoutingRecord) -> Iterator[None]:
-    """Make the forwards of ``model`` within the block choose what ``record`` holds, for as many forwards as it has.
+    """Make the forwards of ``model`` within the context choose what ``record`` holds, one after the other.
 
     Raises RuntimeError where a forward has other tokens, another k, or no record is left. Do not recompute activations
-    within the block: the recomputation would take the choices of the next forward.
+    within the context: the recomputation would take the choices of the next forward.
     """
     left = {name: list(each) for name, each in record.choices.items()}
 

@@ -4,8 +4,8 @@ Every rank knows how many rows each expert gets from each rank, and so makes the
 by replicas (MoonEP), longest first with a threshold and plain expert parallelism where it does not pay (least-loaded
 expert parallelism, arXiv:2601.17111).
 
-The plan is pure data, but for the table in which a rank looks up its rows. By it ``Replicas`` fetches the weights of
-experts for one call of a layer, and sends their gradients back.
+The plan is pure data, but for the table in which a rank looks up its rows. ``Replicas`` follows the plan: it fetches
+the weights of experts for one call of a layer, and sends their gradients back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Pairs = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The rows of each expert by the rank along ep that computes them, on the expert itself or on a replica."""
+    """How many rows of each expert each rank along ep computes, with the expert itself or with a replica."""
 
     local: int
     rows: tuple[tuple[tuple[int, int], ...], ...]
@@ -127,7 +127,7 @@ def shared_rows(pairs_RE: Pairs, ranks: int, least: int) -> SharedRows:
 
 
 def _given(total: Sequence[int], loads: Sequence[int], target: int, least: int) -> dict[tuple[int, int], int]:
-    """The rows that a rank computes of another rank's expert, by (expert, rank)."""
+    """How many rows of another rank's expert a rank computes, by (expert, computing rank)."""
     local = len(total) // len(loads)
     given: dict[tuple[int, int], int] = {}
     light = [(load, rank) for rank, load in enumerate(loads) if load < target]
@@ -205,7 +205,7 @@ class Replicas:
 
     @property
     def _leaving(self) -> list[tuple[int, int]]:
-        """(rank along ep, index on this rank) of each replica of this rank's experts, in the order of sending."""
+        """(target rank along ep, the expert's index here) of each replica of this rank's experts, as they are sent."""
         first = self.axis.ep_rank * self.plan.local
         experts = range(first, first + self.plan.local)
         return [
@@ -221,7 +221,7 @@ class Replicas:
         return [expert // self.plan.local for expert in self.plan.replicas[self.axis.ep_rank]]
 
     def _counts(self, ranks: list[int]) -> list[int]:
-        """How often each rank of the axis is in ``ranks`` along ep, which stand for those of this rank's etp."""
+        """How often each rank of the axis is in ``ranks``: ranks along ep, at this rank's index along etp."""
         counts = [0] * self.axis.size
         for rank in ranks:
             counts[rank * self.axis.etp + self.axis.etp_rank] += 1

@@ -31,7 +31,7 @@ _WHOLE_SHAPE = TensorAttribute[torch.Size]("ds_shape")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether ``module`` holds experts in parameters of three dims, and none that is called weight."""
+    """Whether ``module`` has a parameter of three dims, as stacked experts are, and none that is called weight."""
     own = dict(module.named_parameters(recurse=False))
     return "weight" not in own and any(len(_WHOLE_SHAPE.get(each) or each.shape) == 3 for each in own.values())
 
@@ -54,7 +54,7 @@ class ExpertWeights:
     """The kind of product; None: the grouped kernels."""
 
     def forward(self, x_PK: torch.Tensor, weight: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """[P, N]: the rows of each expert times its matrix in ``weight``, which is own or fetched."""
+        """[P, N]: each expert's rows times its matrix in ``weight`` (this rank's own, or fetched with replicas)."""
         multiply = grouped_matmul if self.product is None else self.product.forward
         return multiply(x_PK, weight if self.is_transposed else weight.transpose(1, 2), counts_E)
 
@@ -64,7 +64,7 @@ class ExpertWeights:
         return multiply(dy_PN, weight.transpose(1, 2) if self.is_transposed else weight, counts_E)
 
     def weight_gradient(self, x_PK: torch.Tensor, dy_PN: torch.Tensor, counts_E: torch.Tensor) -> WeightProduct:
-        """The product of the gradient of a weight, for its sink."""
+        """The product that gives the gradient of a weight, for the weight's sink."""
         if self.product is not None:
             plain = partial(replace(self, product=None).weight_gradient, counts_E=counts_E)
             return self.product.weight_gradient(x_PK, dy_PN, plain)
@@ -113,7 +113,7 @@ class GroupedProduct(WeightProduct):
 
 
 def stacked(pieces: Sequence[torch.Tensor], experts: int) -> torch.Tensor:
-    """[E, n, ...] of E experts, each of which has the same number of ``pieces`` [n_i, ...], one expert's after another.
+    """Stack the weights of E experts, [E, n, ...]: each has equally many ``pieces`` [n_i, ...], listed by expert.
 
     Differentiable once; the gradients of the pieces are views of the result's gradient.
     """

@@ -1,4 +1,4 @@
-"""The values of a weight on their way, which whoever computes with the weight waits for."""
+"""Pending messages that write the values of a weight; code that computes with the weight waits for them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute
 
 @dataclass(frozen=True)
 class Arrival:
-    """The messages that one weight waits for, and what it is without them."""
+    """The pending messages of one weight, and the memory and class that ``arrive`` gives back to it."""
 
     works: Sequence[Work]
-    """The messages that write its values."""
+    """The messages that write ``values``."""
     values: torch.Tensor
-    """Its memory."""
+    """The memory of the weight."""
     kind: type[nn.Parameter]
-    """Its class at other times."""
+    """The weight's class while nothing is pending."""
 
 
 ARRIVAL = TensorAttribute[Arrival]("ds_npu_arrival")
 
 
 def arrive(weight: torch.Tensor) -> None:
-    """Let the current stream wait for the values of ``weight``, which it has from then on; others have them."""
+    """Let the current stream wait for pending values of ``weight``, and restore the weight's memory and class."""
     arrival = ARRIVAL.get(weight)
     if arrival is None:
         return

@@ -1,4 +1,4 @@
-"""The types of a call that is handed on as it came."""
+"""The types of a call that wrappers pass on unchanged."""
 
 from __future__ import annotations
 

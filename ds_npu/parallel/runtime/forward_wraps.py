@@ -1,4 +1,4 @@
-"""Wraps of the forward of single modules of a user's model; their classes do not change, and hooks are outermost.
+"""Wraps around the forward of single modules of a user's model, inside of the modules' hooks; classes do not change.
 
 Each wrap has a level, and wraps of an outer level are called first: features may wrap a module in any order.
 """
@@ -27,7 +27,7 @@ Wrapper = Callable[..., Any]
 
 
 def disable_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """``function`` without tracing by torch.compile: traced code calls it as it is.
+    """``function``, which torch.compile does not trace: compiled code calls it eagerly.
 
     torch 2.13 raises internal errors when it traces collectives in autograd functions and forwards of single modules.
     """

@@ -34,7 +34,7 @@ class MicroBatch:
         self.facts = dict(facts)
 
     def carry_by(self, x: object) -> None:
-        """Make ``x``, if it is a tensor, refer to this MicroBatch, and so its storage where ``x`` is all of it."""
+        """Attach this MicroBatch to ``x``, if it is a tensor, and to its storage if ``x`` is all of that."""
         if isinstance(x, torch.Tensor):
             _MICRO_BATCH.set(x, self)
             with torch._C.DisableTorchFunctionSubclass():
@@ -45,7 +45,7 @@ class MicroBatch:
 
 
 class Fact(Generic[T]):
-    """A key of values that MicroBatches may know.
+    """The key, in MicroBatches, of one kind of value.
 
     A fact that holds tensors of the graph is known only ``while_running``: the graph refers to the MicroBatch, and
     would otherwise keep itself alive.

@@ -49,7 +49,7 @@ class _Pair:
         self._running = set(PassKind)
         self._has_failed = False
         self._to_its_end: PassKind | None = None
-        """The pass that hands over no more."""
+        """The pass that now runs to its end, without handing over."""
 
     def hand_over(self, own: PassKind, until_the_end: bool = False) -> None:
         """Let the other pass run until it hands over or ends. Raises AbandonedError where it has failed."""
@@ -92,7 +92,7 @@ class PairedPass:
         self._own = PassKind.FORWARD
 
     def hand_over(self, own: PassKind) -> None:
-        """Let the other pass run before this one waits; does nothing without one, or in a recomputation."""
+        """Let the other pass run before this one waits; does nothing outside of a pair, or in a recomputation."""
         if self._pair is not None and own is self._own:
             self._pair.hand_over(own)
 
@@ -118,14 +118,14 @@ _UNPAIRED = PairedPass()
 
 
 def running_pass() -> PairedPass:
-    """The PairedPass of the running micro-batch; one that is never in a pair where it has none."""
+    """The PairedPass of the running micro-batch; if it has none, a PairedPass that is never in a pair."""
     return PAIRED_PASS.of(running()) or _UNPAIRED
 
 
 class PairRunner:
     """Runs pairs of a forward, on the calling thread, and a backward of another micro-batch, on its own thread.
 
-    A context, whose thread ends with it.
+    It is a context manager; the thread ends with the context.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class PairRunner:
     def run(
         self, forward: Callable[[], None], backward: Callable[[], None], passes: tuple[PairedPass, PairedPass]
     ) -> None:
-        """Run both; ``passes``: of the forward's and of the backward's micro-batch.
+        """Run both; ``passes`` are the PairedPasses of the forward's and of the backward's micro-batch.
 
         Raises the error of the first pass that fails, when both have ended: the other ends where it would go on next.
         """

@@ -30,7 +30,7 @@ class StageWork(Protocol):
         """Save the random state; a forward in the returned context draws the numbers that it would draw now."""
 
     def backward(self, outputs: Tensors, gradients: Tensors | None) -> QueuedGradients:
-        """Run the backward of ``outputs`` (None as ``gradients``: of the loss); return the part of weight gradients."""
+        """Run the backward of ``outputs`` (``gradients`` None: of the loss); return the queued weight gradients."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class PipelineRun:
         links: PipelineLinks,
         on_failure: OnFailure | None = None,
     ) -> None:
-        """``stages``: this rank's, by number. Without ``on_failure`` an exception ends the run at once."""
+        """``stages``: this rank's stages, by number. Without ``on_failure`` an exception ends the run at once."""
         self._on_failure = on_failure
         self.has_failed = False
         """Whether this rank computes no more, since it, or a rank that it receives from, has failed."""

@@ -1,4 +1,4 @@
-"""Actions where a rank would wait: weight gradients (the second half of every zero-bubble schedule), recomputation."""
+"""Insert actions where a rank would wait: weight gradients (as every zero-bubble schedule does) and recomputation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _RecomputeFill:
     """One rank whose row is being made: its actions, and their R."""
 
     def __init__(self, clock: Clock, main: Sequence[Action], inline: Sequence[Action], most_live: int) -> None:
-        """``main``: its row without recomputation; ``inline``: with it."""
+        """``main``: the rank's row without recomputation; ``inline``: with each R directly before its backward."""
         self.clock, self.main, self.most_live = clock, list(main), most_live
         self.waiting = [each for each in inline if each.kind is Kind.RECOMPUTE]
         """The R that have not run, in the order of their backwards."""
@@ -93,7 +93,7 @@ class _RecomputeFill:
         return (action,)
 
     def _change(self, action: Action) -> int:
-        """The change by ``action`` of the number of micro-batches whose activations are kept."""
+        """How ``action`` changes the number of micro-batches whose activations the rank keeps: -1, 0 or 1."""
         keeps = action.kind is Kind.FORWARD and _again(action) not in self.recomputes
         return (keeps or action.kind is Kind.RECOMPUTE) - (action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT))
 

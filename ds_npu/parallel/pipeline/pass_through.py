@@ -97,9 +97,10 @@ FURTHER_OUTPUTS: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("GlmMoeDsaDecoderLayer", "HYV4DecoderLayer"), ("prev_topk_indices",)),
     "ZayaDecoderLayer": ("prev_router_hidden_states",),
 }
-"""Classes of transformers' blocks that return more than hidden states: the argument of the next block for each output.
+"""Block classes of transformers that return more than hidden states.
 
-None: the model uses it for nothing that stages serve (attention weights, caches).
+For each further output: the argument of the next block that takes it. None: the model uses the output for nothing that
+stages serve (attention weights, caches).
 """
 TIED_APART = TensorAttribute[bool]("ds_npu_tied_apart")
 """Marks a weight that embedding and head share, where this rank has only one of the two."""
@@ -107,7 +108,7 @@ BORDER_STATES: Fact[BorderStates] = Fact(while_running=True)
 
 
 class AbsentWeight(nn.Module):
-    """Stand-in for a weight of another stage that has its ``device`` and ``dtype`` only, which models cast to."""
+    """Stand-in for a weight of another stage: only a ``device`` and a ``dtype``, to which models cast inputs."""
 
     def __init__(self, like: torch.Tensor) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class PassThrough(nn.Module):
     """The names in the whole model of the absent module and its submodules."""
 
     def __init__(self, absent: nn.Module, name: str, sides: Mapping[int, Side], held: OwnStages) -> None:
-        """``sides``: its position in each of the stages ``held``, by the stage's index."""
+        """``sides``: the position of ``absent``, by the index of each stage of ``held`` that does not have it."""
         super().__init__()
         self.sides, self.held = dict(sides), held
         self.whose = f"{name} ({type(absent).__name__})"
@@ -214,13 +215,13 @@ class PassThrough(nn.Module):
 
 
 def further_outputs(block: nn.Module) -> tuple[str | None, ...]:
-    """The outputs of ``block`` behind hidden states, as in FURTHER_OUTPUTS; empty where it returns these alone."""
+    """The entry of ``block`` in FURTHER_OUTPUTS; empty where it returns hidden states alone, as far as is known."""
     is_known = type(block).__module__.startswith("transformers.models.")
     return FURTHER_OUTPUTS.get(type(block).__name__, ()) if is_known else ()
 
 
 def follow_block(block: nn.Module, name: str) -> None:
-    """Count the forwards of a ``block`` of this stage; raise TypeError if it returns more than is known of it."""
+    """Count the forwards of a ``block`` of this stage; they raise TypeError for outputs that stages cannot pass on."""
 
     def follow(module: nn.Module, args: object, out: object) -> None:
         is_known = isinstance(out, tuple | list) and bool(further_outputs(module))
@@ -249,7 +250,7 @@ class OwnStages:
     """The stages of one model that this rank has, and the stand-ins of each stage for modules of the others."""
 
     def __init__(self, stages: Sequence[Stage], tied: tuple[str, str] | None = None) -> None:
-        """``tied``: the names of the embedding's and the head's weight, where the whole model has one for both."""
+        """``tied``: the names of the embedding's and the head's weight, if the whole model ties them."""
         self.stages, self.tied = tuple(stages), tied
         self._pass_throughs: list[tuple[nn.Module, str, PassThrough]] = []
 
@@ -285,7 +286,7 @@ def stages_in(model: nn.Module) -> tuple[Stage, ...]:
 
 
 def tied_in(model: nn.Module) -> tuple[str, str] | None:
-    """The names of the embedding's and head's weight, where the whole of the cut ``model`` has one for both."""
+    """The names of the embedding's and the head's weight, if ``model`` tied them before it was cut into stages."""
     return next((each.held.tied for each in pass_throughs(model).values()), None)
 
 

@@ -165,7 +165,7 @@ class Schedule:
     def acknowledged(self) -> dict[Action, int]:
         """For each action whose result is sent: how many messages the sender has received from the receiver by then.
 
-        When the receiver has the result, so many of its messages, the first ones, have arrived for certain.
+        A receiver that has the result knows that this many of its own messages, the first ones, have arrived.
         """
         found = {}
         for row in self.with_transfers.rows:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a pipeline: their form, and their way over the groups of ranks.
+"""Messages between the ranks of a pipeline: their shapes and dtypes, and the process groups that carry them.
 
 All messages from one rank to another are sent in the order of the sender's row, and received in the same order: on NPUs
 messages have no tags. Messages to higher and to lower ranks use different groups, so that ranks do not deadlock. For
@@ -53,7 +53,7 @@ class MessageForm:
 
     @property
     def gradients(self) -> MessageForm:
-        """The gradients that come back."""
+        """The form of the gradients that come back."""
         return MessageForm(tuple(each for each in self.tensors if each[1].is_floating_point))
 
     def header(self, device: torch.device) -> torch.Tensor:
@@ -81,7 +81,7 @@ class PipelineLinks:
     """Sends and receives of the tensors that cross the borders of this rank's stages, for many runs of schedules."""
 
     def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], device: torch.device) -> None:
-        """``groups`` of the ranks along pp: for messages to higher and to lower ones."""
+        """``groups``: two groups of the ranks along pp, for messages to higher and to lower ranks."""
         self._groups, self.device = groups, device
         self._own = dist.get_rank(groups[0])
         self._known: dict[tuple[Hashable, int], MessageForm] = {}
@@ -95,8 +95,8 @@ class PipelineLinks:
     ) -> None:
         """Begin a run. ``received``: by sending rank, the actions whose results this rank receives, in that order.
 
-        ``shapes``: for each micro-batch a key of its tensors' shapes, equal on all ranks. ``acknowledged``: how many
-        messages of this rank have arrived at a rank that sends the result of an action.
+        ``shapes``: for each micro-batch a key of its tensors' shapes, equal on all ranks. ``acknowledged``: as in
+        ``Schedule``.
         """
         self._received, self._shapes, self._acknowledged = received, shapes, acknowledged
         self._arrived = dict.fromkeys(received, 0)
@@ -197,7 +197,7 @@ class PipelineLinks:
             posted.append(Pending(values, work))
 
     def _forward_form(self, action: Action) -> MessageForm | None:
-        """The form of the states at the border that the result of ``action`` crosses; None before the first ones."""
+        """The form of the states at the border that the result of ``action`` crosses; None before any crossed it."""
         return self._known.get(self._border(action))
 
     @staticmethod

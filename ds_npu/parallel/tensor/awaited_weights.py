@@ -1,8 +1,9 @@
-"""Weights that are gathered behind the code that runs next, and are waited for by whoever reads them first.
+"""Weights that are gathered while further code runs; the first read of a weight waits for it.
 
 From the end of a step until its first use a weight is an AwaitedWeight. Its first use, by a layer's forward or by any
 code of a script, makes the current stream wait for the messages that write it, and makes it an ordinary parameter
-again. Metadata (shape, dtype, gradient, hooks) can be read before. Code that torch does not tell of the use reads NaN.
+again. Metadata (shape, dtype, gradient, hooks) can be read before. Code whose reads torch does not report (compiled or
+scripted modules) reads NaN.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class AwaitedWeight(nn.Parameter):
     def __torch_function__(
         cls, func: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
-        """Call ``func`` when its weights are there."""
+        """Wait for the weights among the arguments, unless ``func`` reads metadata only, and call ``func``."""
         kwargs = kwargs or {}
         if is_metadata(func) and func not in OF_MEMORY:
             with torch._C.DisableTorchFunctionSubclass():
@@ -45,7 +46,7 @@ class AwaitedWeight(nn.Parameter):
                 arrive(each)
         return func(*args, **kwargs)
 
-    # Parameter's own look at the class before they ask torch for anything.
+    # Parameter's own methods look at the class before they call torch.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         arrive(self)
@@ -63,7 +64,7 @@ class AwaitedWeight(nn.Parameter):
 
 @functools.cache
 def _awaited(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of parameters of ``kind`` that are awaited."""
+    """The subclass of ``kind`` for parameters that are awaited."""
     return type(f"Awaited{kind.__name__}", (AwaitedWeight, kind), {})
 
 
@@ -77,7 +78,7 @@ class AwaitedWeights:
         """Weights up to the last one that may not have arrived."""
 
     def wait_for(self, works: Callable[[int], Sequence[Work]]) -> None:
-        """Make each weight an AwaitedWeight; ``works`` of its index write it."""
+        """Make each weight an AwaitedWeight, which the messages ``works(index)`` write."""
         with torch._C.DisableTorchFunctionSubclass():
             for index, (weight, placeholder) in enumerate(zip(self._weights, self._placeholders, strict=True)):
                 ARRIVAL.set(weight, Arrival(works(index), weight.data, type(weight)))
@@ -98,19 +99,19 @@ class AwaitedWeights:
             if awaited is None or awaited._are_there():
                 hook.remove()
 
-        # It is every module's, until the last weight has arrived. What torch.compile traces calls it as it is, if its
-        # tracer is there already: importing that takes seconds.
+        # Every module has the hook, until the last weight has arrived. torch.compile must not trace it; where nothing
+        # has imported the tracer yet, it is not imported for this, which would take seconds.
         untraced: Any = torch.compiler.disable if "torch._dynamo" in sys.modules else identity
         hook = register_module_forward_pre_hook(untraced(before_forward))
 
     def _are_there(self) -> bool:
-        """Whether all of them have arrived."""
+        """Whether all weights have arrived."""
         while self._left and not ARRIVAL.is_on(self._left[-1]):
             self._left.pop()
         return not self._left
 
     def arrive(self) -> None:
-        """Let the current stream wait for all of them."""
+        """Let the current stream wait for all weights."""
         if not self._are_there():
             for weight in self._weights:
                 arrive(weight)
@@ -122,7 +123,7 @@ def _placeholder(weight: nn.Parameter) -> torch.Tensor:
 
 
 def is_read_unseen(model: nn.Module) -> bool:
-    """Whether ``model`` has modules that read their weights where torch tells nobody: compiled or scripted ones."""
+    """Whether ``model`` has modules whose reads of weights torch does not report: compiled or scripted ones."""
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
             return True

@@ -36,15 +36,18 @@ class MatmulCollectives(Protocol):
 
 
 class ChoosesCollectives(Protocol):
-    """A choice of MatmulCollectives for each call, the same on all tensor ranks."""
+    """Chooses the MatmulCollectives of each call; all tensor ranks choose the same."""
 
     def of_gather(
         self, x_BsK: torch.Tensor, matrices: Operands, layouts: Sequence[WeightLayout], gathered: bool
     ) -> MatmulCollectives:
-        """The way to gather ``x_BsK`` and multiply it by ``matrices``, of weights of ``layouts``."""
+        """The choice for a gather of ``x_BsK`` and its products with ``matrices``, whose weights have ``layouts``."""
 
     def of_scatter(self, pairs: Sequence[Pair], layouts: Sequence[WeightLayout], hides: bool) -> MatmulCollectives:
-        """The way to scatter the sum of ``pairs``; ``hides``: as much is computed before it is waited for."""
+        """The choice for a scatter of the summed products of ``pairs``.
+
+        ``hides``: before the caller waits, it computes as much, behind which the collective hides.
+        """
 
 
 def sum_of_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -45,7 +45,7 @@ class HeadShard:
 
 
 def check_head(weight: torch.Tensor, own: range, words: int) -> None:
-    """Raise ValueError where ``weight`` has other words of the ``words`` of all ranks than this rank's ``own``."""
+    """Raise ValueError unless ``weight`` has as many rows as this rank has words: ``own``, among ``words`` in all."""
     if len(weight) != len(own):
         raise ValueError(
             f"a head of {len(weight)} words was given; this rank's has the {len(own)} from {own.start} on of {words}"
@@ -85,7 +85,7 @@ class HeadGradients:
         self.bias = hidden_TH.new_zeros(bias_V.shape, dtype=wide) if of_bias and bias_V is not None else None
 
     def add(self, rows: slice, hidden_TH: torch.Tensor, cast_VH: torch.Tensor, rounded_CV: torch.Tensor) -> None:
-        """Add the gradients of the chunk ``rows``, from that of its products in the dtype of ``cast_VH``."""
+        """Add the gradients of the chunk ``rows``; ``rounded_CV`` is that of its products, in ``cast_VH``'s dtype."""
         if self.bias is not None:
             self.bias += rounded_CV.sum(0, dtype=self.bias.dtype)
         if self.hidden is not None:

@@ -79,7 +79,7 @@ def _chunk(
     targets: LocalTargets,
     chunking: _Chunking,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The losses [C] of a chunk; the gradient [C, V] of the products, from the sum of losses that count."""
+    """(losses [C] of a chunk, gradient [C, V] of their sum by the products); ignored tokens get no gradient."""
     head, wide = chunking.head, accumulation_dtype(chunking.head.dtype)
     product_CV = head.product(hidden_CH, cast_VH, bias_V)
     logits_CV: torch.Tensor | None = None

@@ -78,7 +78,7 @@ class DirectEmbedding(nn.Embedding):
 
 
 def _as_plain(module: object, kind: type) -> tuple[object, ...]:
-    """The result of ``__reduce__`` by which copies and files hold a layer of the plain class ``kind``."""
+    """The result of ``__reduce__`` that makes copies and pickles of ``module`` layers of the plain class ``kind``."""
     return copyreg._reconstructor, (kind, object, None), dict(vars(module))  # type: ignore[attr-defined]
 
 

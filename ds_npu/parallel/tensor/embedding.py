@@ -104,7 +104,7 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
 
 def check_adoptable(embedding: nn.Embedding, size: int) -> None:
-    """Raise ValueError for max_norm, scale_grad_by_freq and sparse, which need to know all ranks' tokens."""
+    """Raise ValueError for max_norm, scale_grad_by_freq and sparse: row 0, looked up for others' words, would count."""
     asked = {
         "max_norm": embedding.max_norm is not None,
         "scale_grad_by_freq": embedding.scale_grad_by_freq,

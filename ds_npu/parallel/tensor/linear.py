@@ -208,7 +208,7 @@ _linear = applied(_Linear, _Linear.forward)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layout: WeightLayout) -> torch.Tensor:
-    """[..., K] to [..., N], with the whole weight of this rank."""
+    """y = x Wᵀ + b, [..., K] to [..., N], without a collective; W is what ``layout`` uses of ``weight``."""
     plain = type(x) in (torch.Tensor, nn.Parameter)  # A subclass of Tensor has a product of its own.
     no_sink = not plain or torch.compiler.is_compiling() or gradient_sink(weight) is None or not weight.requires_grad
     if layout.product is None and no_sink:

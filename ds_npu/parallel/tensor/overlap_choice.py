@@ -29,10 +29,11 @@ _NAMES = {"all_gather": "an all-gather with a product", "reduce_scatter": "a pro
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """The products with collectives of one tensor axis.
+    """Chooses how the products of one tensor axis overlap with their collectives.
 
-    ``asked``: in pieces where a shard has two tokens; or in one kernel where it takes the operands, and in pieces
-    elsewhere, but for what hides anyway. None: the fastest by the estimates, one after the other among them.
+    ``asked`` "pipelined": in pieces, where a shard has two tokens. "fused": in one kernel, where it takes the operands,
+    and in pieces elsewhere; serial where the collective hides behind weight gradients anyway. None: the fastest way by
+    the estimates, which may be the serial one.
     """
 
     group: dist.ProcessGroup
@@ -44,7 +45,7 @@ class OverlapChoice:
     def of_gather(
         self, x_BsK: torch.Tensor, matrices: Operands, layouts: Sequence[WeightLayout], gathered: bool
     ) -> MatmulCollectives:
-        """How ``x_BsK`` is gathered and multiplied by ``matrices``, of weights of ``layouts``."""
+        """How ``x_BsK`` is gathered and multiplied by ``matrices``, whose weights have ``layouts``."""
         batch, rows, inner = x_BsK.shape
         products = tuple((inner, layout.most) for layout in layouts)
         call = OverlapCall("all_gather", self._ranks, batch, rows, products, x_BsK.itemsize, gathered)

@@ -44,14 +44,14 @@ class OverlapCall(NamedTuple):
 
 
 def are_samples(batch: int, pieces: int) -> bool:
-    """Whether about so many ``pieces`` are the samples of a batch, which are contiguous, and not rows of each."""
+    """Whether ``pieces`` is near ``batch``: then the pieces are samples, which are contiguous, and not rows of each."""
     return batch > 1 and pieces > 1 and pieces <= 2 * batch <= 4 * pieces
 
 
 def seconds_by_way(call: OverlapCall, machine: Machine, has_fused: bool) -> dict[int, float]:
     """The estimated seconds of ``call`` in each way; fused where ``has_fused`` and one node has all ranks.
 
-    The samples of a batch that has about as many as PIECES are the pieces.
+    Where a batch has about as many samples as one of PIECES, its samples are the pieces.
     """
     near = math.gcd(call.ranks, machine.node)
     found = {SERIAL: _seconds(call, 1, near, machine)}
@@ -72,7 +72,7 @@ def fastest_way(seconds: Mapping[int, float]) -> int:
 
 
 def _seconds(call: OverlapCall, pieces: int, near: int, machine: Machine) -> float:
-    """Seconds in ``pieces``: one is sent while another is multiplied."""
+    """Seconds of ``call`` in ``pieces``, one of which is sent while another is multiplied."""
     part = call.whole_bytes / pieces
     message = machine.collective_seconds(call.collective, part, near, call.ranks // near)
     tokens = math.ceil(call.batch * call.rows / pieces) * call.ranks
@@ -98,7 +98,7 @@ def _product_seconds(call: OverlapCall, tokens: int, machine: Machine) -> float:
 
 
 def _copied_widths(call: OverlapCall, pieces: int) -> list[int]:
-    """The numbers of a token that each copy of a piece has: pieces of rows are not contiguous in the whole."""
+    """Elements per token of each copy that a piece needs: pieces of rows are not contiguous in the whole."""
     if are_samples(call.batch, pieces) or (pieces == 1 and call.batch == 1):
         return []
     inner, outer = call.products[0]
@@ -116,7 +116,7 @@ def _copy_seconds(call: OverlapCall, pieces: int, machine: Machine) -> float:
 
 
 def _fused_seconds(call: OverlapCall, machine: Machine) -> float:
-    """Seconds of a kernel that multiplies while it sends, and of the products that it leaves."""
+    """Seconds of a kernel that multiplies the widest matrix while it sends, and of the other products."""
     tokens = call.batch * call.rows * call.ranks
     (inner, outer) = widest = max(call.products, key=lambda sizes: sizes[1])
     others = list(call.products)

@@ -28,7 +28,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 class WeightProduct(Protocol):
-    """One product of a weight's gradient."""
+    """One product of a weight's gradient, for one use of the weight."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +128,7 @@ PlainGradient = Callable[[Tensor, Tensor], WeightProduct]
 
 
 class Product(Protocol):
-    """A kind of product, row by row: a tensor may hold only some of the rows, and other ranks the others."""
+    """A kind of product that computes each row by itself: a call may get only some of the rows."""
 
     def forward(self, x: Tensor, weight: Tensor, counts: Tensor | None = None) -> Tensor:
         """x [..., K] times weight [K, N]; with ``counts`` [E], rows [P, K] times their expert's matrix of [E, K, N]."""
@@ -141,7 +141,7 @@ class Product(Protocol):
 
 
 class Multiplier(Tensor):
-    """A matrix [K, N] with a product of its own, which torch's functions of products call."""
+    """A matrix [K, N] for which torch.mm, matmul, addmm and functional.linear call its own ``product``."""
 
     matrix: Tensor
     product: Callable[[Tensor, Tensor], Tensor]

@@ -66,7 +66,7 @@ class RegionRandomness:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """A region as a context."""
+        """A context in which this rank draws numbers of its own."""
         if not self.is_sharded:
             yield
             return

@@ -51,11 +51,11 @@ SHAPE_ONLY: set[Operation] = {
 
 
 RESIDUAL = "residual"
-"""The parameter of an attention or MLP for what it adds to its output."""
+"""The parameter of an attention or MLP for a residual, which the module adds to its output (BLOOM)."""
 BEFORE_BACKWARD_ENDS = "PostBackwardFunctionModuleBackward"
-"""The graph node that ZeRO-3 puts on each tensor that a module is given (deepspeed/runtime/zero/parameter_offload.py).
+"""The name of the graph node that ZeRO-3 puts on each tensor argument of a module.
 
-A tensor that is given twice is then two, with one memory.
+A tensor that is passed twice becomes two tensors with the same memory (deepspeed/runtime/zero/parameter_offload.py).
 """
 OF_EACH_TOKEN = "per_layer_input"
 """The parameter of a block (Gemma 3n and 4) for inputs [B, S, ...] that the block itself uses, outside of regions."""
@@ -69,7 +69,7 @@ class RegionInput(torch.Tensor):
     axis: TensorAxis
     shards: SequenceShards | None
     projected: dict[object, torch.Tensor]
-    """The outputs of grouped linears that were computed with another's and not returned yet, by linear."""
+    """The outputs of grouped linears that the first one's call computed and that are not returned yet, by linear."""
     _entered: torch.Tensor | None
 
     @staticmethod
@@ -152,7 +152,7 @@ def make_region(
 ) -> None:
     """Make the forward of ``module``, whose projections are parallel, a region: its hidden states are a RegionInput.
 
-    It runs in ``random_numbers``. With ``sequences`` its hidden states are sequence shards.
+    It runs in ``random_numbers``. With ``sequences`` the hidden states that it is given are sequence shards.
     """
     name = first_parameter_name(module)
     who = type(module).__name__
@@ -185,7 +185,7 @@ def make_region(
 
 
 def _were_one(x: torch.Tensor, given: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has made both of one tensor; they have one shape."""
+    """Whether ZeRO-3 has made ``x`` and ``given``, which have the same shape, from one tensor."""
     node, other = x.grad_fn, given.grad_fn
     if node is None or other is None:
         is_plain = x.dtype == given.dtype and not (x.requires_grad or given.requires_grad)
@@ -247,8 +247,8 @@ def run_on_sequence_shards(
 ) -> None:
     """Shard the hidden states that enter the first of ``blocks``, gather those that leave the last.
 
-    Between pipeline stages they travel as shards: they ``arrive_sharded``, or ``leave_sharded``. The blocks run in
-    ``random_numbers``. The hidden states between them carry their MicroBatch.
+    Between pipeline stages they travel as shards: ``arrive_sharded`` from the stage before, ``leave_sharded`` to the
+    next one. The blocks run in ``random_numbers``. The hidden states between them carry their MicroBatch.
     """
 
     def in_block(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -292,7 +292,7 @@ def run_on_sequence_shards(
 
 
 def _shard_inputs_of_tokens(block: nn.Module, sequences: SequenceParallel) -> None:
-    """Shard what ``block`` is given OF_EACH_TOKEN, as its hidden states are."""
+    """Shard the argument OF_EACH_TOKEN of ``block`` as its hidden states are sharded."""
     parameters = list(inspect.signature(block.forward).parameters)
     if OF_EACH_TOKEN not in parameters:
         return

@@ -62,9 +62,9 @@ class SequenceParallel:
 
     @contextmanager
     def new_forward(self, length: int) -> Iterator[tuple[MicroBatch, SequenceShards]]:
-        """A context in a MicroBatch that knows the SequenceShards of ``length`` tokens: the running one, if it is free.
+        """A context in a MicroBatch that knows the SequenceShards of ``length`` tokens.
 
-        It is free where it knows no SequenceShards.
+        It is the running MicroBatch, or a new one where the running one knows SequenceShards already.
         """
         around = running()
         is_free = around is not None and self._shards.of(around) is None
@@ -112,7 +112,7 @@ class SequenceParallel:
 
 
 def _length_told(keywords: Keywords) -> set[int]:
-    """The length of the sequences by the arguments of an attention; empty where they do not tell it."""
+    """The length of the sequences as the arguments of an attention show it; empty where they do not."""
     if keywords.get("position_ids") is not None:
         return {keywords["position_ids"].shape[-1]}
     if keywords.get("position_embeddings") is not None:

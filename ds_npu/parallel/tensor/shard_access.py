@@ -113,7 +113,7 @@ class ShardAccessError(RuntimeError):
 
 
 class _Scope(threading.local):
-    """A context, made by a call, that each thread may be in any number of times: ``depth``."""
+    """A context manager, entered by a call; ``depth`` is how many times the current thread is in it."""
 
     depth = 0
 

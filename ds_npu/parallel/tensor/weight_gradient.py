@@ -88,8 +88,8 @@ class GradientSink:
     def take(self, product: WeightProduct) -> torch.Tensor | None:
         """Take ``product`` within a backward; returns the gradient for autograd, None where the sink has taken it.
 
-        Autograd gets it for gradients of gradients, for torch.autograd.grad, and for hooks that change the gradient;
-        the hooks of partial sums run when a queued product is computed.
+        Autograd gets the gradient for gradients of gradients, for torch.autograd.grad, and where hooks change it. The
+        hooks of partial sums run when a queued product is computed.
         """
         node = get_gradient_edge(self.weight).node
         if torch.is_grad_enabled() or not _accumulates(node):
@@ -208,7 +208,7 @@ class GradientQueue:
 
 
 def _only_sums(weight: nn.Parameter) -> bool:
-    """Whether the hooks that change ``weight``'s gradient, if any, may be given its products at different times."""
+    """Whether all hooks that change ``weight``'s gradient are PartialSums, which may sum its products one by one."""
     return all(isinstance(hook, PartialSum) for hook in (weight._backward_hooks or {}).values())
 
 

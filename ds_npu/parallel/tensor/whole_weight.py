@@ -70,7 +70,7 @@ class _ShardContext(Context):
 
 
 class _FromShard(torch.autograd.Function):
-    """The whole that ``make`` makes of this rank's shard; every rank has its gradient, and takes its shard of that."""
+    """The whole tensor that ``make`` makes from this rank's shard; backward takes this rank's shard of the gradient."""
 
     @staticmethod
     def forward(
@@ -173,7 +173,7 @@ _DS_ID = TensorAttribute[int]("ds_id")
 
 
 class ShowsWhole(nn.Module):
-    """A layer whose sharded weights are whole for other code that reads them as its attributes."""
+    """A layer that shows sharded weights as WholeWeights to code that may not compute with shards."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

@@ -73,7 +73,7 @@ def check_own_device(index: int, source: str) -> None:
 
 
 class _Ranges(threading.local):
-    """The ranges open in this thread, by domain, innermost last."""
+    """The profiler's ranges that are open in this thread, by domain, innermost last."""
 
     def __init__(self) -> None:
         self.open: dict[str, list[int]] = {}

@@ -40,7 +40,7 @@ class AdamStep:
 
 
 def overflowed(flag: torch.Tensor | None) -> bool:
-    """Whether the flag (one element; None: no) is not 0.
+    """Whether ``flag``, of one element, is not 0; False without a flag.
 
     The host waits for the device to read it, so it is read again only after it was written.
     """

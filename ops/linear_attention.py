@@ -81,7 +81,10 @@ class Chunks:
     values: torch.Tensor
     """[B, n, H, C, V]: what the tokens write if the state before the chunk is zero."""
     corrections: torch.Tensor | None
-    """[B, n, H, C, K]: what this state takes from that, by its product; None without ``beta``."""
+    """[B, n, H, C, K]: their product with the state before the chunk is subtracted from ``values``.
+
+    None without ``beta``.
+    """
     length: int
 
     def summary(self) -> StateMap:
@@ -93,7 +96,7 @@ class Chunks:
         return found
 
     def outputs(self, state_BHKV: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(o [B, S, H, V], the state behind it [B, H, K, V]), of the state before each sequence (None: zero)."""
+        """(o [B, S, H, V], the state behind each sequence [B, H, K, V]), from the state before it (None: zero)."""
         added = self.maps.added
         state = torch.zeros_like(added[:, 0]) if state_BHKV is None else state_BHKV
         before = []
@@ -115,14 +118,14 @@ def linear_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o [B, S, H, V] of v's dtype, the state behind the last token [B, H, K, V] in float32 or float64).
 
-    The state given is that before the first token (None: zero), of its document.
+    ``state`` is the state before the first token, of that token's document (None: zero).
     """
     out, state = chunks_of(tokens, segments_BS).outputs(state_BHKV)
     return out.to(tokens.v.dtype), state
 
 
 def chunks_of(tokens: Recurrence, segments_BS: torch.Tensor | None = None) -> Chunks:
-    """The chunks of sequences, of the arguments of ``linear_attention``."""
+    """The chunks of the sequences; the arguments are those of ``linear_attention``."""
     length = tokens.q.shape[1]
     dtype = accumulation_dtype(tokens.q.dtype)
     size = min(CHUNK, 1 << (length - 1).bit_length())

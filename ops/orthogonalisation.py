@@ -42,7 +42,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
 Polar Express (Amsel et al. 2025, arXiv 2505.16932, divided by powers of its 1.01)."""
 EPSILON = 1e-7
 RESTART = 2
-"""Steps behind which the Gram matrix is computed anew: in 16 bits all of them on one are not stable."""
+"""Steps after which the Gram matrix is computed anew: in 16 bits, all steps on one Gram matrix are not stable."""
 RMS = 0.2
 """The root mean square of AdamW's updates, which Moonlight gives Muon's (arXiv 2502.16982)."""
 
@@ -63,8 +63,8 @@ def orthogonalised(
 ) -> torch.Tensor:
     """The matrices of ``x_BRC``, each with its singular values brought near 1; x_BRC: [matrices, rows, columns].
 
-    It computes and returns ``dtype``. A matrix is divided by its norm before it is rounded with "gram", behind that
-    with "standard". A matrix of zeros gives zeros; one that is not finite gives values that are not.
+    It computes and returns ``dtype``. With "gram" a matrix is divided by its norm before it is rounded, with
+    "standard" after that. A matrix of zeros gives zeros; one that is not finite gives values that are not.
     """
     x = x_BRC if method == "gram" else x_BRC.to(dtype)
     if x.dtype == torch.float16:
@@ -91,7 +91,7 @@ def _gram_matrix(x_BRC: torch.Tensor) -> torch.Tensor:
 
 
 def _by_side(small: torch.Tensor, x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The factors of the product of ``x_BRC`` and a polynomial of its Gram matrix, which is symmetric.
+    """The factors, in order, of the product of ``x_BRC`` and ``small``, a (symmetric) polynomial of its Gram matrix.
 
     A tall matrix is multiplied from the right, so that nothing is transposed in memory.
     """
@@ -99,7 +99,10 @@ def _by_side(small: torch.Tensor, x_BRC: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _on_gram_matrix(x: torch.Tensor, coefficients: Coefficients) -> torch.Tensor:
-    """``x`` after the steps of ``coefficients``, whose product is made of its Gram matrix alone."""
+    """``x`` after the steps of ``coefficients``.
+
+    The product of all steps is made of the Gram matrix alone, and multiplies ``x`` once.
+    """
     gram, product = _gram_matrix(x), None
     for index, (a, b, c) in enumerate(coefficients):
         step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

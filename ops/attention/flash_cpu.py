@@ -10,7 +10,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def serves(q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, band: Band) -> bool:
-    """Whether it computes attention within ``band``, whose bounds all hide something."""
+    """Whether torch's kernel computes attention within ``band``, of which every bound hides some key."""
     if q_BNSD.device.type != "cpu" or q_BNSD.dtype not in DTYPES or 0 in (*q_BNSD.shape, *k_BNSD.shape):
         return False
     return band in (Band(None, None), Band(None, 0))

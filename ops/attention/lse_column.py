@@ -17,7 +17,7 @@ ALIGNED = 16
 
 
 class Widened(NamedTuple):
-    """A backward call whose gradients, without their last columns, include those by lse."""
+    """The arguments of a backward call whose gradients, once ``narrowed``, include the part that comes from lse."""
 
     dout: torch.Tensor
     inputs: Inputs
@@ -54,7 +54,7 @@ def widened(dout: torch.Tensor, inputs: Inputs, result: Result, options: Options
 
 
 def narrowed(gradients: Inputs, inputs: Inputs, options: Options) -> Inputs:
-    """The gradients of ``inputs`` out of those of the widened ones."""
+    """The gradients of ``inputs``, cut out of the ``gradients`` of the widened call."""
     sizes = sizes_of(*inputs, options)
     layout = _layout(options)
     widths = (sizes.width, sizes.width, sizes.value_width)

@@ -102,7 +102,7 @@ class Mask:
             yield Document(range(q_begin, q_end), range(k_begin, k_end))
 
     def packed(self, ends_q: Sequence[int], ends_k: Sequence[int] | None = None) -> Mask:
-        """This band in each of the documents that end there; without ``ends_k`` their rows are their keys."""
+        """This band in each of the documents that end there; without ``ends_k`` keys end where rows do."""
         return replace(self, ends_q=tuple(ends_q), ends_k=tuple(ends_q if ends_k is None else ends_k))
 
 

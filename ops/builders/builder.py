@@ -1,7 +1,7 @@
 """Bases of the operator builders.
 
-DeepSpeed lists every name ending in "Builder" in the modules of this folder, except in this one, so the bases are here,
-and the other modules reach them, and DeepSpeed's own builders, through their modules.
+DeepSpeed lists every name ending in "Builder" in the modules of this folder, except in this one. So the bases are here,
+and the other modules use them, and DeepSpeed's own builders, as attributes of modules.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def _sparse(mask: Mask, sizes: Sizes) -> tuple[int, int, int]:
 
 
 def _of_four_dims(dense: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-    """``dense`` as [B, N, Sq, Sk]; B and N may be 1 where it is the same for all, B not for a mask of each head."""
+    """``dense`` as [B, N, Sq, Sk]; N is 1 if all heads share it, and B only if all samples and heads do."""
     dense = dense.view(*[1] * (4 - dense.dim()), *dense.shape)
     return dense.expand(1 if dense.shape[:2] == (1, 1) else sizes.batch, dense.shape[1], sizes.rows, sizes.keys)
 

@@ -93,7 +93,10 @@ class RoutedTokens(Routed):
 
 @dataclass(frozen=True)
 class Planned:
-    """A dispatcher that makes a ``Plan`` for each piece of the tokens; other layers may compute during its messages."""
+    """A dispatcher that makes a ``Plan`` for each piece of the tokens.
+
+    Other layers may compute while its messages travel.
+    """
 
     can: Dispatching
     plan: Callable[[torch.Tensor, int, ExpertAxis], Plan]

@@ -56,7 +56,10 @@ def exchange_kernels() -> Kernels:
 
 @dataclass(frozen=True)
 class FusedDispatcher:
-    """A dispatcher that runs products and their messages in one kernel; elsewhere the ``fallback``, with a warning."""
+    """A dispatcher that runs products and their messages in one kernel.
+
+    Where the kernels do not apply, the ``fallback`` dispatches, with a warning.
+    """
 
     fallback: Dispatcher
     can: ClassVar[Dispatching] = ABILITIES["fused"]

@@ -82,7 +82,10 @@ class _Block:
 
 
 def _state_of(x: torch.Tensor) -> tuple[object, ...]:
-    """All that a result computed from ``x`` depends on, but not its identity: hooks of ZeRO 3 pass modules an alias."""
+    """All that a result computed from ``x`` depends on.
+
+    The identity of ``x`` is no part of it: hooks of ZeRO 3 pass modules an alias.
+    """
     kind = x.device.type
     memory = x.data_ptr(), x.shape, x.stride(), x.dtype, None if x.is_inference() else x._version
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -28,7 +28,10 @@ ARRIVAL = TensorAttribute[Arrival]("ds_npu_arrival")
 
 
 def arrive(weight: torch.Tensor) -> None:
-    """Let the current stream wait for pending values of ``weight``, and restore the weight's memory and class."""
+    """Let the current stream wait for pending values of ``weight``.
+
+    Then restore the weight's memory and class. A weight without an Arrival does not change.
+    """
     arrival = ARRIVAL.get(weight)
     if arrival is None:
         return

@@ -104,7 +104,10 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 
 
 def check_adoptable(embedding: nn.Embedding, size: int) -> None:
-    """Raise ValueError for max_norm, scale_grad_by_freq and sparse: row 0, looked up for others' words, would count."""
+    """Raise ValueError for max_norm, scale_grad_by_freq and sparse.
+
+    They would count the lookups of row 0 that stand for other ranks' words.
+    """
     asked = {
         "max_norm": embedding.max_norm is not None,
         "scale_grad_by_freq": embedding.scale_grad_by_freq,

@@ -44,7 +44,10 @@ class OverlapCall(NamedTuple):
 
 
 def are_samples(batch: int, pieces: int) -> bool:
-    """Whether ``pieces`` is near ``batch``: then the pieces are samples, which are contiguous, and not rows of each."""
+    """Whether the pieces are the samples of a batch, because ``batch`` is near ``pieces``.
+
+    Samples are contiguous in the whole; else each piece is rows of every sample.
+    """
     return batch > 1 and pieces > 1 and pieces <= 2 * batch <= 4 * pieces
 
 

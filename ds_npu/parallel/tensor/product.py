@@ -128,7 +128,10 @@ PlainGradient = Callable[[Tensor, Tensor], WeightProduct]
 
 
 class Product(Protocol):
-    """A kind of product that computes each row by itself: a call may get only some of the rows."""
+    """A kind of product that computes each row by itself.
+
+    A call may get some of the rows, and calls on other ranks the rest.
+    """
 
     def forward(self, x: Tensor, weight: Tensor, counts: Tensor | None = None) -> Tensor:
         """x [..., K] times weight [K, N]; with ``counts`` [E], rows [P, K] times their expert's matrix of [E, K, N]."""

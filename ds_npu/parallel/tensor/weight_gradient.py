@@ -208,7 +208,10 @@ class GradientQueue:
 
 
 def _only_sums(weight: nn.Parameter) -> bool:
-    """Whether all hooks that change ``weight``'s gradient are PartialSums, which may sum its products one by one."""
+    """Whether all hooks that change ``weight``'s gradient are PartialSums.
+
+    These may sum the products of the gradient one by one, at different times.
+    """
     return all(isinstance(hook, PartialSum) for hook in (weight._backward_hooks or {}).values())
 
 

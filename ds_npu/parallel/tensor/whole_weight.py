@@ -70,7 +70,10 @@ class _ShardContext(Context):
 
 
 class _FromShard(torch.autograd.Function):
-    """The whole tensor that ``make`` makes from this rank's shard; backward takes this rank's shard of the gradient."""
+    """The whole tensor that ``make`` makes from this rank's shard.
+
+    Every rank gets its whole gradient, and takes its own shard of that.
+    """
 
     @staticmethod
     def forward(

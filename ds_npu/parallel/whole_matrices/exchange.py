@@ -1,4 +1,4 @@
-"""The step of matrices whose pieces lie on several ranks: together, orthogonalised by their owners, and back.
+"""Gather matrices whose pieces lie on several ranks at their owners, orthogonalise them, and return the updates.
 
 Pieces of the next wave travel while the matrices of this one are iterated, and updates of this one while the next are.
 """
@@ -18,7 +18,7 @@ from ds_npu.parallel.whole_matrices.pieces import Matrix, MatrixPiece
 from ds_npu.parallel.whole_matrices.plan import PieceMessage, SlottedPiece, Wave
 
 Iteration = Callable[[Matrix, torch.Tensor], torch.Tensor]
-"""Orthogonalises matrices of one shape, of which it is given the first and all values [matrices, rows, columns]."""
+"""Orthogonalises matrices of one shape, from the first Matrix and the values of all [matrices, rows, columns]."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class MatrixExchange:
 
     waves: Sequence[Wave]
     group: dist.ProcessGroup | None
-    """The ranks by which the plan counts."""
+    """The ranks, as the plan numbers them."""
 
     @torch.no_grad()
     def orthogonalise(
@@ -67,7 +67,7 @@ class MatrixExchange:
         return exchange_rows(x, sent.counts, received.counts, self.group)
 
     def _iterated(self, wave: Wave, gradients: torch.Tensor, iteration: Iteration, dtype: torch.dtype) -> torch.Tensor:
-        """The updates of all that hold pieces of this rank's matrices, in the order in which they are returned."""
+        """Orthogonalise this rank's matrices; return the updates of their pieces, in the order of sending."""
         batches = [list(each) for _, each in itertools.groupby(wave.matrices, key=lambda each: each.form)]
         stacks = [gradients.new_empty(len(batch), batch[0].rows, batch[0].columns) for batch in batches]
         for inside, part in _tiles_of(_each_of(stacks), wave.received.pieces, gradients):
@@ -86,7 +86,7 @@ def _each_of(stacks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _tiles_of(
     wholes: Sequence[torch.Tensor], pieces: Sequence[SlottedPiece], flat: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same rectangle in a matrix and in ``flat``, which has ``pieces`` one after the other, for all of them."""
+    """Yield views of each tile of ``pieces``: in its matrix, and in ``flat``, which concatenates the pieces."""
     for (slot, piece), values in zip(pieces, _split(flat, pieces), strict=True):
         for tile in piece.tiles:
             strip = values[tile.start : tile.start + tile.rows * tile.width].view(tile.rows, tile.width)

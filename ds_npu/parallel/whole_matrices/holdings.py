@@ -22,9 +22,10 @@ class MatrixWeight(NamedTuple):
 
 Run = tuple[int, int, int, int]
 Partition = Callable[[Sequence[tuple[int, int]], int, int, int], Iterable[Run]]
-"""The runs of ZeRO 1 and 2 in a rank's partition of a flat buffer of weights: (index, first in weight, start, numel).
+"""A function that yields the runs in a rank's partition of a flat buffer of weights, under ZeRO 1 and 2.
 
-Of (first element, number of elements) of each weight, the buffer's elements, the ranks, and a rank."""
+A run is (the weight's index, first element in the weight, start in the partition, numel). Arguments: (first element,
+number of elements) of each weight in the buffer, the buffer's elements, the number of ranks, a rank."""
 ALIGNMENT = 2
 """A rank's part of a flat buffer is a multiple of so many elements (DeepSpeed 0.19.8, stage_1_and_2.py)."""
 
@@ -51,7 +52,7 @@ def ranges_of(placement: Placement, ranks: Mapping[Axis, int]) -> tuple[Ranges, 
 
 
 def copy_of(placement: Placement, ranks: Mapping[Axis, int], is_partitioned: bool) -> tuple[int, ...]:
-    """Equal for ranks that hold one copy together, the parts of data ranks if each of them has a partition."""
+    """Equal for ranks that hold one copy together, among them all data ranks if ``is_partitioned``."""
     axes = (*placement.copied, *(() if is_partitioned else placement.data_axes))
     return tuple(ranks[axis] for axis in axes)
 
@@ -59,10 +60,10 @@ def copy_of(placement: Placement, ranks: Mapping[Axis, int], is_partitioned: boo
 def planned_holdings(
     weights: Sequence[MatrixWeight], degrees: Degrees, zero_stage: int, ranks: Sequence[int], partition: Partition
 ) -> list[list[WeightHolding]]:
-    """The parts of ``weights``, in the order of the model, that each of ``ranks`` holds, by rules alone.
+    """The parts that each of ``ranks`` holds of ``weights`` (in the order of the model), by DeepSpeed's rules alone.
 
-    Without ZeRO a rank steps its shards; ZeRO 1 and 2 (DeepSpeed 0.19.8, stage_1_and_2.py) cut all of them, the largest
-    first, by ``partition``; ZeRO 3 cuts each. Experts are a portion of their own.
+    Without ZeRO a rank steps its whole shards; ZeRO 1 and 2 (DeepSpeed 0.19.8, stage_1_and_2.py) concatenate them, the
+    largest first, and cut them by ``partition``; ZeRO 3 cuts each shard. Experts are a portion of their own.
     """
     kinds = sorted({weight.placement.is_expert for weight in weights})
     found: list[list[WeightHolding]] = []

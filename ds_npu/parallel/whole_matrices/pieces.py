@@ -19,7 +19,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class WeightHolding:
-    """One rank's part of one weight: of its shard, the elements in its partition."""
+    """One rank's part of one weight: the elements of its shard that are in its ZeRO partition.
+
+    Without ZeRO these are all elements of the shard.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,9 +36,9 @@ class WeightHolding:
     """The elements of the shard, flat, that are in the rank's partition."""
     tensor: int
     start: int
-    """The tensor that the optimizer steps, by its index, and the first of these elements in it."""
+    """The index of the tensor that the optimizer steps, and the position of element ``first`` in it."""
     portion: int
-    """The step of a part of the weights (a group, a sub-group of ZeRO 3) in which it is stepped."""
+    """The number of the portion, the weights that one step takes (a group, or a sub-group of ZeRO 3)."""
     copy: tuple[int, ...] = ()
     """Equal on ranks that hold one copy of the weight together."""
     matrix_rows: int = 0
@@ -60,12 +63,12 @@ class Matrix(NamedTuple):
 
 
 class MatrixTile(NamedTuple):
-    """A rectangle of a matrix that is a rectangle of a piece, too, whose elements are one after the other by rows."""
+    """A rectangle of a matrix that is also a rectangle of a piece, whose elements are stored row by row."""
 
     start: int
-    """The first element of the piece's rows that hold it."""
+    """The position in the piece of the rows that hold the rectangle."""
     width: int
-    """Columns of these rows in the piece."""
+    """Elements of each of these rows in the piece."""
     column_in_piece: int
     row: int
     rows: int
@@ -74,7 +77,7 @@ class MatrixTile(NamedTuple):
 
 
 class MatrixPiece(NamedTuple):
-    """Elements of one matrix that are one after the other in a tensor of one rank."""
+    """Elements of one matrix that are contiguous in a tensor of one rank."""
 
     rank: int
     matrix: int
@@ -109,7 +112,10 @@ def matrices_of(weight: WeightHolding) -> Iterator[Matrix]:
 
 
 def pieces_of(weight: WeightHolding, rank: int, indices: dict[Matrix, int]) -> Iterator[MatrixPiece]:
-    """The pieces that ``rank`` has of the matrices of ``weight``, in the order of its tensor; ``indices``: of those."""
+    """The pieces that ``rank`` has of the matrices of ``weight``, in the order of its tensor.
+
+    ``indices``: the index of each matrix in the portion.
+    """
     own_rows = _length(weight.rows)
     own_columns = _length(weight.columns)
     held = range(weight.first, weight.first + weight.numel)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from ds_npu.parallel.whole_matrices.pieces import Matrix, MatrixPiece, WeightHolding, matrices_of, pieces_of
 
 WAVE = 1 << 26
-"""Most elements of the matrices that a rank brings together at one time, unless one matrix has more."""
+"""Most elements of the matrices that a rank gathers in one wave, unless one matrix has more."""
 WAVES, LEAST_WAVE = 4, 1 << 20
 """Waves into which a rank's matrices are divided, since messages hide behind other waves only; but no wave has fewer
 elements than LEAST_WAVE, whose message takes longer than the latency of one."""
 FLOP_OF_AN_ELEMENT = 25_000.0
-"""FLOP of an iteration in the time in which an element comes and its update goes: some 6 bytes at 50 GB/s, with
+"""FLOP that a rank computes while one element arrives and its update leaves: some 6 bytes at 50 GB/s, with
 200 TFLOP/s (Atlas 800T A2, as topology/machines.json has it). It only chooses between owners."""
 
 SlottedPiece = tuple[int, MatrixPiece]
@@ -29,7 +29,7 @@ SlottedPiece = tuple[int, MatrixPiece]
 
 @dataclass(frozen=True)
 class PieceMessage:
-    """Pieces that one rank sends to all, or receives from all, in the order of these ranks; ``counts``: elements."""
+    """Pieces that one rank sends to all ranks, or receives from all, by rank; ``counts``: elements for each rank."""
 
     pieces: tuple[SlottedPiece, ...]
     counts: tuple[int, ...]
@@ -45,7 +45,7 @@ class Wave:
     """Pieces of gradients to the owners."""
     received: PieceMessage
     returned: PieceMessage
-    """Pieces of updates to all that hold some."""
+    """Pieces of the updates, for all ranks that hold pieces of this rank's matrices."""
     updated: PieceMessage
     is_sent: bool
     """Whether any rank sends something to another; equal on all ranks."""
@@ -79,7 +79,7 @@ class PortionPlan:
         return there, back
 
     def loads(self) -> list[float]:
-        """The cost of the matrices of each rank."""
+        """The cost of the matrices that each rank owns."""
         found = [0.0] * self.ranks
         for owner, cost in zip(self.owners, self.costs, strict=True):
             found[owner] += cost
@@ -104,7 +104,7 @@ class PortionPlan:
         )
 
     def _message(self, pieces: list[MatrixPiece], slots: Mapping[int, int], to_owners: bool) -> PieceMessage:
-        """``pieces`` by their owners or their holders, and for one of them in an order that both ends know."""
+        """Order ``pieces`` by owner (``to_owners``) or else by holder; sender and receiver order them alike."""
 
         def peer(piece: MatrixPiece) -> int:
             return self.owners[piece.matrix] if to_owners else piece.rank
@@ -120,7 +120,7 @@ class PortionPlan:
 
 
 def plan_of_portion(held: Sequence[Sequence[WeightHolding]], costs: Mapping[tuple[int, int], float]) -> PortionPlan:
-    """The plan of weights that are stepped together; ``held``: of each rank; ``costs``: FLOP by rows and columns.
+    """The plan of weights that are stepped together, ``held`` by each rank; ``costs``: FLOP by (rows, columns).
 
     Raises ValueError where the ranks of a copy do not hold the whole of a matrix.
     """
@@ -148,7 +148,7 @@ def shapes_of(held: Sequence[Sequence[WeightHolding]]) -> set[tuple[int, int]]:
 
 
 def owners_of(pieces: Sequence[Sequence[MatrixPiece]], costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """The owner of each matrix: the costliest first, each to the holder that is done with it first."""
+    """The owner of each matrix: the costliest is given first, to the holder of a piece that would be done first."""
     loads, owners = [0.0] * ranks, [0] * len(pieces)
     for matrix in sorted(range(len(pieces)), key=lambda each: (-costs[each], each)):
         own: dict[int, int] = {}

@@ -182,5 +182,5 @@ def _by_frequency(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _used(widths: torch.Tensor) -> torch.Tensor:
-    """Which of the 8 bit planes of each group are written, by its width: [groups, 8] bool."""
+    """Whether each of the 8 bit planes of a group is written, from the group's width: [groups, 8] bool."""
     return torch.arange(8, device=widths.device) < widths.unsqueeze(1)

@@ -44,7 +44,7 @@ class Ring:
             (self.outer, self.rank // window, window, size // window),
         ):
             around = [self.ranks[self.rank + (each - index) * stride] for each in range(count)]
-            # First those of every other rank: they are opened side by side.
+            # Links from every other rank come first: they are opened side by side.
             for at in sorted(range(count), key=lambda each: (each % 2, each)):
                 group = groups[at % 2]
                 if group is not None:

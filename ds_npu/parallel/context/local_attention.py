@@ -106,7 +106,10 @@ class LocalAttention:
         return algorithm.ring == 1 or (not algorithm.gather and step.source == self.axis.ring_rank)
 
     def kept(self, step: Step, block: Block) -> list[torch.Tensor]:
-        """The tensors of a received block that are kept for backward; keys alone are copied out of their message."""
+        """The tensors of a received block that are kept for backward.
+
+        Keys that are kept without values are copied, which frees their message.
+        """
         if self.is_own(step):
             return []
         return [x.clone() if self.cached == 1 else x for x in block[: self.cached]]

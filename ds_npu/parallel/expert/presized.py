@@ -29,7 +29,7 @@ class BufferSizes:
     """The buffer sizes of one call of a layer, the same on every rank."""
 
     numbers: torch.Tensor
-    """int64 on the host: rows from each rank to each [R, R], then pairs of each rank along ep, as ``need``."""
+    """int64 on the host, as from ``need``: rows from each rank to each [R, R], then pairs of each rank along ep."""
 
     def sent(self, axis: ExpertAxis) -> list[int]:
         """The rows that this rank sends to each rank."""

@@ -81,7 +81,7 @@ class ExpertWeights:
         return len(self.up)
 
     def to(self, dtype: torch.dtype) -> ExpertWeights:
-        """These weights in ``dtype``; differentiable, and the same object where they have it."""
+        """These weights in ``dtype``, differentiable; this object itself where that is their dtype."""
         if self.up.dtype == dtype:
             return self
         up_bias, down_bias = (each if each is None else each.to(dtype) for each in (self.up_bias, self.down_bias))

@@ -112,7 +112,8 @@ class Timeline:
     def bubble(self) -> float:
         """The longest time that a rank waits between its first and its last action.
 
-        Optimizers that step alone see only this. Source: Qi et al. 2024 (arXiv 2401.10241), whose formulas count it so.
+        Only this counts where each rank's optimizer steps without waiting for the others. Source: Qi et al. 2024 (arXiv
+        2401.10241), whose formulas count it so.
         """
         return max((self._waits(rank) for rank in range(len(self.schedule.rows))), default=0.0)
 

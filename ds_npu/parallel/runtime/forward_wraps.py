@@ -104,7 +104,7 @@ def remove_wrap(owner: object, name: str, wrapper: Wrapper) -> None:
 
 
 def _inside(owner: object, name: str, is_outside: Callable[[Wrap], bool]) -> tuple[Wrap | None, Forward]:
-    """The innermost of the Wraps that come first and ``is_outside``, and the function inside of them."""
+    """The last of the outermost Wraps that ``is_outside`` accepts (or None), and the function inside of it."""
     outer: Wrap | None = None
     inner: Forward = getattr(owner, name)
     while isinstance(inner, Wrap) and is_outside(inner):

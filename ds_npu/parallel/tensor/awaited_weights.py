@@ -91,7 +91,7 @@ class AwaitedWeights:
             if torch.compiler.is_compiling():
                 # The module is another model's, or torch.compile meets the weights themselves, and says so.
                 return
-            # Tensor classes of others may compute with a module's weights without a word to torch.
+            # Others' tensor classes may compute with a module's weights without calling ``__torch_function__``.
             for weight in module._parameters.values():
                 if weight is not None:
                     arrive(weight)

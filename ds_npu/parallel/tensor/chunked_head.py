@@ -39,7 +39,7 @@ class HeadShard:
     layout: WeightLayout = field(default_factory=WeightLayout)
 
     def product(self, hidden_CH: torch.Tensor, cast_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
-        """[C, V] in ``dtype``, which ``cast_VH`` has."""
+        """The head's product [C, V] in ``dtype``, which ``cast_VH`` has already."""
         bias_V = None if bias_V is None else bias_V.to(self.dtype)
         return functional.linear(hidden_CH.to(self.dtype), self.layout.forward(cast_VH).t(), bias_V)
 

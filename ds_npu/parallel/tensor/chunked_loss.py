@@ -39,7 +39,7 @@ Transform = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class TargetWords:
-    """The targets of a loss of tokens."""
+    """The target words of a loss, one for each token."""
 
     words: torch.Tensor
     """The target of each token [...]: int64, among the words of all ranks."""

@@ -49,7 +49,7 @@ class LocalTargets:
 
     @staticmethod
     def among(targets_T: torch.Tensor, ignore_index: int, start: int, words: int) -> LocalTargets:
-        """The targets among this rank's words, ``words`` of them from ``start`` on."""
+        """The targets among this rank's words, ``start`` to ``start + words - 1``."""
         ignored_T = targets_T == ignore_index
         local_T = targets_T - start
         elsewhere_T = (local_T < 0) | (local_T >= words) | ignored_T

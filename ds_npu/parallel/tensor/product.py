@@ -181,7 +181,7 @@ class WeightLayout:
     transposed: bool = False
     """Whether the weight is [K, N] (GPT-2's Conv1D) in place of [N, K]."""
     outputs: Ranges | None = None
-    """The outputs that are computed, for a weight that is whole on every rank, one perhaps twice; None: all of them."""
+    """The outputs that this rank computes of a weight that is whole on every rank, one perhaps twice; None: all."""
     product: Product | None = None
     """The kind of product; None: torch's kernels."""
     shards: tuple[int, int] = (0, 0)

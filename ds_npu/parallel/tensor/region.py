@@ -167,8 +167,8 @@ def make_region(
     def region(forward: Forward, *args: Any, **kwargs: Any) -> Any:
         given = _argument(name, args, kwargs)
         entered = enter(given, kwargs)
-        # The same hidden states as keys and values (CTRL); a residual is added behind the region (BLOOM). A function
-        # for one argument would be called for all of them in every block.
+        # The hidden states may be keys and values, too (CTRL); a residual is added behind the region (BLOOM). This is
+        # no function of one argument, which would be called for all arguments in every block.
         known = list(args)
         for index, x in enumerate(args):
             is_one = x is given or (isinstance(x, torch.Tensor) and x.shape == given.shape and _were_one(x, given))

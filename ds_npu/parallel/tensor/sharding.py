@@ -58,7 +58,7 @@ class Sharding:
 
 
 def joined_ranges(ranges: Iterable[range]) -> list[range]:
-    """``ranges`` in their order; those that begin where the one before ends are one with it."""
+    """``ranges`` in their order; a range that begins where the one before ends is joined to it."""
     found: list[range] = []
     for each in ranges:
         if found and found[-1].stop == each.start:

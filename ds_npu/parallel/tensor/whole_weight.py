@@ -182,7 +182,7 @@ class ShowsWhole(nn.Module):
         value = super().__getattr__(name)
         if type(value) is not ShardedParameter or is_internal():
             return value
-        # get_parameter() has to return a parameter, and ZeRO-3 its own; a ShardedParameter protects itself.
+        # get_parameter() must return a parameter, and ZeRO-3 needs its own one; a ShardedParameter guards itself.
         if sys._getframe(1).f_code is nn.Module.get_parameter.__code__ or _DS_ID.is_on(value):
             return value
         shard = value.shard

@@ -25,7 +25,7 @@ Level = tuple[torch.Tensor, torch.Tensor]
 class TokenRuns:
     """The runs of context rank ``rank`` in a batch, as indices on one device; P runs of at most L tokens, T in all.
 
-    Runs of all ranks are numbered rank * ``most`` + number on the rank, where ``most`` is the largest number of them.
+    Runs of all ranks are numbered rank * ``most`` + number on the rank, where ``most`` is the most runs of a rank.
     """
 
     ranks: int

@@ -81,7 +81,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Named:
-    """A schedule that a section can name."""
+    """A schedule that ``ds_npu.pipeline.schedule`` may name."""
 
     make: Callable[[int, int, int], Schedule]
     """Makes the schedule from (ranks, micro-batches, chunks of each rank)."""

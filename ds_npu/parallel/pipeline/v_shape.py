@@ -44,7 +44,7 @@ class Block:
     """Units of time from a stage of the first half to the next one."""
     second: int
     pauses: tuple[int, int]
-    """More units of time before the first backward of the second half, and of the first: no two actions coincide."""
+    """Units of time added before the backwards of the second half, and of the first: no two actions may coincide."""
 
     def times(self, rank: int) -> tuple[tuple[int, int, Kind], ...]:
         """(time, stage, kind) of the four actions of ``rank`` on micro-batch 0."""

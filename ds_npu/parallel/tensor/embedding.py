@@ -106,7 +106,7 @@ class VocabParallelEmbedding(ShowsWhole, nn.Embedding):
 def check_adoptable(embedding: nn.Embedding, size: int) -> None:
     """Raise ValueError for max_norm, scale_grad_by_freq and sparse.
 
-    They would count the lookups of row 0 that stand for other ranks' words.
+    They would include the lookups of row 0 that stand for other ranks' words.
     """
     asked = {
         "max_norm": embedding.max_norm is not None,

@@ -26,7 +26,10 @@ ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 @dataclass(frozen=True)
 class Npus:
-    """Name and memory of each NPU; where there is none, ``why_none`` says the reason and what to do."""
+    """Name and memory of each NPU.
+
+    Where there is none, ``why_none`` says the reason and what to do.
+    """
 
     names: list[str]
     memory_gib: list[float]

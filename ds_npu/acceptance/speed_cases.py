@@ -22,7 +22,10 @@ TOLERANCE = "nothing is compared: each call is timed, the median of several"
 
 @dataclass(frozen=True)
 class SpeedCase(Case):
-    """Measures ``field`` of a profile by calls of one ``kind``; where it is a table, their ``size`` is the key."""
+    """Measures ``field`` of a profile by calls of one ``kind``.
+
+    Where the field is a table, the calls' ``size`` is the key.
+    """
 
     kind: str = "kernel"
     field: str = "kernel"

@@ -94,7 +94,10 @@ def communicator_table(communicators: Sequence[Communicator]) -> Iterator[str]:
 
 
 def _groups(degrees: Degrees, *axes: Axis) -> str:
-    """The groups along neighbouring axes, at most SHOWN; ``Degrees.groups`` would list all of a large world."""
+    """The groups along neighbouring axes, at most SHOWN.
+
+    ``Degrees.groups`` would list all of a large world.
+    """
     ((stride, size),) = degrees.box(*axes)
     return " ".join(
         DOTS if index is None else f"[{_ranks(index // stride * stride * size + index % stride, stride, size)}]"

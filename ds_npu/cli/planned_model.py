@@ -166,7 +166,10 @@ def auto_class_of(config: Any) -> Any:
 
 
 def left_on(model: nn.Module) -> Iterator[str]:
-    """A table of what ds_npu keeps on the model: records on modules, wraps of forwards, attributes of parameters."""
+    """A table of what ds_npu keeps on the model.
+
+    These are records on modules, wraps of forwards, and attributes of parameters.
+    """
     found: list[tuple[str, str, str, str]] = []
     for name, module in model.named_modules():
         found += [("record", mark, type(value).__name__, name) for mark, value in marks_of(module).items()]
@@ -185,7 +188,10 @@ def left_on(model: nn.Module) -> Iterator[str]:
 
 
 def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
-    """A table of parameters, those that differ only in indices in one row; below it the numbers of elements."""
+    """A table of parameters, and below it the numbers of their elements.
+
+    Parameters that differ only in indices share a row.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     whole = held = 0
     for parameter in model.parameters():

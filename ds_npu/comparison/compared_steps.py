@@ -67,7 +67,10 @@ class Comparison:
 
 
 class StepComparison:
-    """One step of two runs. ``rounding_dtype``: the dtype of the rounding; None: the coarsest of both runs."""
+    """One step of two runs.
+
+    ``rounding_dtype``: the dtype of the rounding; None: the coarsest of both runs.
+    """
 
     def __init__(self, runs: tuple[DumpedRun, DumpedRun], step: int, first: int, rounding_dtype: str | None) -> None:
         self.runs, self.step, self.first, self.is_first = runs, step, first, step == first
@@ -93,7 +96,10 @@ class StepComparison:
         return sum(max(len(tokens_of(each)), 1) for each in pieces)
 
     def of_weights(self, kind: str, comparison: Comparison) -> Iterator[Row]:
-        """Compare weights, gradients or states; weights of step 0 bit by bit where their dtypes are the same."""
+        """Compare weights, gradients or states.
+
+        Weights of step 0 are compared bit by bit where their dtypes are the same.
+        """
         both = [key for key in self.weights[0] if key[0] == kind and key in self.weights[1]]
         positions = {key: self.weights[0][key].order for key in both}
         middle = self._middle(kind, both)

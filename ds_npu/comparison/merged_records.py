@@ -86,7 +86,10 @@ class MergedOutput:
     samples: dict[str, list[SamplePieces]] = field(default_factory=dict)
 
     def differing(self) -> tuple[tuple[int, ...], float]:
-        """Ranks whose copy differs from that of the first rank with these tokens, and the largest error of a copy."""
+        """Ranks with another copy, and the largest error of a copy.
+
+        Copies are compared with that of the first rank that holds the same tokens.
+        """
         ranks: set[int] = set()
         most = 0.0
         for pieces in (each for found in self.samples.values() for each in found):

@@ -196,7 +196,10 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _vector_cores(config: DsNpuConfig) -> Iterator[Problem]:
-    """Refuse ``aiv`` for several communicators, which HCCL cannot do, and together with deterministic algorithms."""
+    """Refuse ``aiv`` for several communicators, and with deterministic algorithms.
+
+    HCCL can do neither.
+    """
     modes = config.hccl.op_expansion_mode
     found = {name: mode for name, mode in modes.items() if mode == "aiv"}
     if len(found) > 1:

@@ -183,7 +183,10 @@ def _mask_of(
 
 
 def mask_of_module(module: nn.Module, arguments: Keywords) -> Mask:
-    """The Mask of a call that has none: causal, with rows at the last keys, unless module or call say otherwise."""
+    """The Mask of a call that has none.
+
+    It is causal, with the rows at the last keys, unless the module or the call says otherwise.
+    """
     causal = arguments.get("is_causal")
     if causal is None:
         causal = attribute(module, "is_causal", bool) if has_attribute(module, "is_causal") else True

@@ -187,7 +187,10 @@ def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int)
 
 
 def _tokens(parts: list[range], length: int) -> torch.Tensor | None:
-    """Indices, among the B · S tokens, of ``parts``, a range for each sample; None if these are all tokens."""
+    """Indices, among the B · S tokens, of ``parts``: a range for each sample.
+
+    None if these are all tokens.
+    """
     if all(len(part) == length for part in parts):
         return None
     return torch.cat([torch.arange(part.start, part.stop) + i * length for i, part in enumerate(parts)])

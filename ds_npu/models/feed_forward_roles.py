@@ -42,7 +42,10 @@ def mlp_roles(children: Mapping[str, nn.Module], styles: Mapping[str, str | None
 
 
 def pair_roles(linears: Mapping[str, nn.Module], hidden: int) -> dict[str, Role]:
-    """UP (or GATE and UP) and DOWN among two or three linears, by their sizes alone; empty where these do not fit."""
+    """UP (or GATE and UP) and DOWN among two or three linears, by their sizes alone.
+
+    Empty where the sizes do not fit.
+    """
     sizes = [kinds.sizes(each) for each in linears.values()]
     names = list(linears)
     if len(sizes) not in (2, 3) or sizes[0][0] != hidden:

@@ -34,7 +34,10 @@ class _Saves(Protocol):
 
 
 class GuardedSave:
-    """The ``save_pretrained`` of one ``model``: it runs ``checks``; a given state dict is saved by the plain model."""
+    """The ``save_pretrained`` of one ``model``: it runs ``checks`` first.
+
+    The plain model saves a state dict that is given.
+    """
 
     def __init__(self, model: nn.Module, save: Callable[..., None]) -> None:
         self.model, self.save, self.checks = model, save, list[Check]()

@@ -141,7 +141,10 @@ class Memory:
         self._touches: list[list[Touched]] = [[]]
 
     def touched(self, touch: Touched, clock: Clock) -> Iterator[Race]:
-        """Yield the races of ``touch`` with earlier touches; then keep it, and drop those that it supersedes."""
+        """Yield the races of ``touch`` with earlier touches.
+
+        Then keep it, and drop the touches that it supersedes.
+        """
         first = self._border(touch.bytes.first)
         end = self._border(touch.bytes.last)
         compared: set[int] = set()

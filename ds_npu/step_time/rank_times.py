@@ -78,7 +78,10 @@ def shortest(every: Iterable[Durations]) -> dict[CallKey, int]:
 
 
 def rank_times(trace: RankTrace, least: Durations) -> RankTimes:
-    """The times of ``trace``. ``least``: the shortest duration of each call; the rest of the rank's own is a wait."""
+    """The times of ``trace``.
+
+    ``least``: the shortest duration of each call; what the call took longer on this rank is a wait.
+    """
     end = trace.ended - trace.begun
     parts = [
         TimedPart(p, name, begun - trace.begun, ended - trace.begun) for p, name, begun, ended in _parts(trace, least)

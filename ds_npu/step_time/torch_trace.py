@@ -208,7 +208,10 @@ def _groups_of_threads(marks: list[_Event], calls: Iterable[tuple[_Event, Any]])
 
 
 def _around(marks: list[_Event], time: int) -> _Event | None:
-    """The last of ``marks`` that began by ``time``, unless it ended more than SLACK before that."""
+    """The last of ``marks`` that began by ``time``.
+
+    None where it ended more than SLACK before that.
+    """
     index = bisect_right(marks, time, key=lambda mark: mark.begun) - 1
     return marks[index] if index >= 0 and time <= marks[index].ended + SLACK else None
 

@@ -22,7 +22,10 @@ BATCH_COUNT = "batches of pipeline"
 
 
 class StoreOfAbsentRanks(Store):
-    """The store ``inner`` of ``present`` processes, each of which stands for as many of ``ranks`` ranks (NPUs)."""
+    """The store ``inner`` of ``present`` processes.
+
+    Each process stands for as many of the ``ranks`` ranks. Global ranks are numbers of NPUs.
+    """
 
     def __init__(self, inner: Store, ranks: int, present: int) -> None:
         super().__init__()

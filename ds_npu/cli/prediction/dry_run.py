@@ -20,7 +20,7 @@ WORKER = "ds_npu.cli.prediction.present_rank"
 OUT_OF_MEMORY = "no memory"
 """The reason that a run gives where the device's memory was not enough."""
 TELLING, MOST_SHOWN = ("simulated NPU", "Error"), 300
-"""Words by which the line is found that says why a process ended, and how many of its characters are shown."""
+"""Words in lines that say why a process ended, and the number of shown characters of such a line."""
 LOOK_SECONDS, TELL_SECONDS = 0.1, 10.0
 """Seconds between two looks at the processes, and between two lines about their progress."""
 

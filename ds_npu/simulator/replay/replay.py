@@ -75,7 +75,10 @@ class _Host:
     """The action in which it waits for an event, and since when."""
 
     def launch(self, machine: Machine, dispatch: str, free_since: int) -> int:
-        """Dispatch and launch a task, not before ``free_since``; returns the time at which its stream may begin it."""
+        """Dispatch a task and launch it, not before ``free_since``.
+
+        Returns the time at which its stream may begin it.
+        """
         launching = nanoseconds(machine.launch)
         self.now += dispatch_nanoseconds(machine, dispatch)
         if not self.has_queue:

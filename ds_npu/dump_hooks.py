@@ -115,7 +115,7 @@ class BatchTokens:
     def __init__(
         self, given: tuple[Any, Mapping[str, Any]], held: torch.Tensor | None = None, shard: tuple[int, int] = (0, 1)
     ) -> None:
-        """``held``: int64 [1 or B, s], this rank's tokens; ``shard``: its rank, of how many that divide s again."""
+        """``held``: int64 [1 or B, s], this rank's tokens; ``shard``: (rank, ranks) where ranks shard s once more."""
         args, kwargs = given
         named = (kwargs.get("input_ids"), embeds := kwargs.get("inputs_embeds"), *tree_leaves((args, kwargs)))
         tensors = [each for each in named if isinstance(each, torch.Tensor) and each.dim() > 0]
@@ -260,7 +260,7 @@ class ForwardRecords:
         """Outputs whose shape does not say which samples they are of, by module."""
 
     def output(self, name: str, x: object, recomputes: bool = False) -> None:
-        """Record the output of the module ``name``, and its gradient when it is there; a recomputation is none."""
+        """Record the output of the module ``name``, unless it ``recomputes``, and in backward the output's gradient."""
         x = x[0] if isinstance(x, tuple | list) and x else x
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
             return
@@ -273,7 +273,7 @@ class ForwardRecords:
 
     @torch.no_grad()
     def record(self, kind: str, name: str, x: torch.Tensor) -> None:
-        """Keep the statistics of ``x`` by sample; in ``unknown`` its shape where samples cannot be told."""
+        """Keep the statistics of each sample in ``x``; a shape that tells no samples is noted in ``unknown``."""
         found = self.batch.of(x)
         if found is None:
             self.unknown[name] = list(x.shape)
@@ -295,7 +295,7 @@ class ForwardRecords:
         self.file.add(record, statistics(rows, keep), x)
 
     def _batch(self, numbers: torch.Tensor | None) -> str:
-        """The name, on this rank and in this step, of the record that says which tokens have the ``numbers``."""
+        """The name of the batch record with the samples and the ``numbers`` of their tokens; adds a missing one."""
         key = () if numbers is None else (numbers.shape[1],)
         if key not in self.batches:
             tokens = None if numbers is None else [runs_of(each) for each in numbers]

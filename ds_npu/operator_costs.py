@@ -131,7 +131,8 @@ def adamw_cost(
 def orthogonalisation_cost(x_BRC: Sized, written_itemsize: int, parts: Sequence[int], gram: bool) -> Cost:
     """The iteration of Muon on x_BRC: [matrices, rows, columns], whose results have elements of ``written_itemsize``.
 
-    ``parts``: the steps on each Gram matrix, with ``gram`` and where a matrix is not square; all steps count elsewhere.
+    ``parts``: the steps made on each Gram matrix, with ``gram`` and where a matrix is not square; else only their sum
+    counts.
     """
     batch, short, long = x_BRC.shape[0], *sorted(x_BRC.shape[1:])
     wide = 2.0 * batch * short * short * long

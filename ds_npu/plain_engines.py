@@ -18,7 +18,7 @@ def note_plain_engine(engine: Any) -> None:
 
 
 def plain_counters() -> tuple[int, int]:
-    """The optimizer steps and the micro-batches that have ended in all of them."""
+    """The sums, over all noted engines, of optimizer steps and of micro-batches that have ended."""
     with _CHANGING:
         states = [each.__dict__ for each in _ENGINES]
     return sum(each.get("global_steps", 0) for each in states), sum(each.get("micro_steps", 0) for each in states)

@@ -55,7 +55,7 @@ class Measured:
 
     checks: Sequence[Check] = ()
     wrong: str = ""
-    """The mistake, where no number shows it."""
+    """A mistake that no number shows, in words; empty without one."""
     call_s: float | None = None
     """Seconds of one call on the device, the median of several; None where it was not timed."""
     series: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Group:
     module: str
     purpose: str
     tolerance: str
-    """Derivation of the allowed errors, for the file."""
+    """How the allowed errors are derived, for the file."""
     advice: str
     cases: Callable[[Scope], Sequence[Case]]
     unmet: Callable[[], str | None] = lambda: None

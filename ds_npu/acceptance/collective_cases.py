@@ -57,7 +57,10 @@ TOLERANCE = (
 
 @dataclass(frozen=True)
 class CollectiveCase(Case):
-    """A collective on ``count`` elements of each rank (all-to-all: sent to each other rank, about)."""
+    """A collective on ``count`` elements a rank.
+
+    An all-to-all sends about as many to each rank.
+    """
 
     kind: str = OBJECTS
     dtype: torch.dtype = torch.float32

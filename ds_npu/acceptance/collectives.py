@@ -56,7 +56,10 @@ class Peers:
         return range(self.size)
 
     def period(self, rank: int, to: int = 0) -> torch.Tensor:
-        """The integers that ``rank`` sends ``to`` a rank; each pair starts at another one. uint8 counts from 0."""
+        """The integers that ``rank`` sends to rank ``to``, in an order that depends on both.
+
+        In uint8 they count from 0.
+        """
         lowest = 0 if self.dtype == torch.uint8 else -(PERIOD // 2)
         return (torch.arange(PERIOD) + 5 * rank + 3 * to) % PERIOD + lowest
 
@@ -69,7 +72,7 @@ class Peers:
         return torch.cat([self.repeated(part) for part in parts]).to("npu")
 
     def mine(self) -> torch.Tensor:
-        """The elements of this rank."""
+        """The elements that this rank passes to the call, on its NPU."""
         return self.sent(Part(self.period(self.rank), self.count))
 
     def total(self) -> torch.Tensor:

@@ -53,14 +53,14 @@ def outer_accumulate_args(dtype: torch.dtype, groups: int, rows: int, left: int,
 def permute_args(
     dtype: torch.dtype, tokens: int, choices: int, experts: int, hidden: int, kept: float = 1.0
 ) -> Arguments:
-    """x [T, H], experts [T, K], and the number of rows: a share ``kept`` of all copies."""
+    """x [T, H], experts [T, K], and the number of rows: the share ``kept`` of the T * K copies of tokens."""
     ids = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :choices]
     return drawn(tokens, hidden, seed=1, dtype=dtype, gradient=False), ids, int(kept * tokens * choices)
 
 
 @maker
 def unpermute_args(dtype: torch.dtype, tokens: int, choices: int, hidden: int, kept: float = 1.0) -> Arguments:
-    """rows [P, H] and positions [T, K], of which P have a row."""
+    """rows [P, H] and positions [T, K]; P of the positions are those of a row, the others were dropped."""
     positions = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(3)).int()
     rows = drawn(int(kept * tokens * choices), hidden, seed=1, dtype=dtype, gradient=False)
     return rows, positions.view(tokens, choices)

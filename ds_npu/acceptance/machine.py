@@ -1,4 +1,4 @@
-"""NPUs and software of this machine. Another process asks the driver, which may hang, and ends with its answer."""
+"""NPUs and software of this machine. The driver may hang, so another process asks it and prints the answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 @dataclass(frozen=True)
 class Npus:
-    """Name and memory of each NPU; without any, the reason and an advice."""
+    """Name and memory of each NPU.
+
+    Where there is none, ``why_none`` says the reason and what to do.
+    """
 
     names: list[str]
     memory_gib: list[float]

@@ -88,7 +88,7 @@ def decoder(sizes: ModelSizes, kind: Model) -> nn.Module:
 
 
 def batch(sizes: ModelSizes, step: int) -> torch.Tensor:
-    """The tokens of a step's global batch, [sequences, length + 1]: a rule that can be learned, and some noise."""
+    """The tokens of a step's global batch, [sequences, length + 1], by a rule that can be learned, and some noise."""
     generator = torch.Generator().manual_seed(step % BATCHES)
     starts = torch.randint(0, sizes.vocabulary, (sizes.sequences, 1), generator=generator)
     noise = torch.randint(0, 3, (sizes.sequences, sizes.length + 1), generator=generator)

@@ -16,7 +16,7 @@ Sizes = ParamSpec("Sizes")
 
 
 def maker(make: Callable[Concatenate[torch.dtype, Sizes], Arguments]) -> Callable[Sizes, Maker]:
-    """Let ``make`` be called with sizes alone: it returns a Maker, which ``make`` is once it has the dtype, too."""
+    """Turn ``make(dtype, *sizes)`` into a function of the sizes, which returns a Maker that takes the dtype."""
 
     @functools.wraps(make)
     def with_sizes(*args: Sizes.args, **kwargs: Sizes.kwargs) -> Maker:

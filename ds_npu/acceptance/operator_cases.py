@@ -38,7 +38,10 @@ TOLERANCE = (
 
 @dataclass(frozen=True)
 class OperatorCase(Case):
-    """A call in one dtype; without a call, the check that ``operator`` makes of itself before a training begins."""
+    """A call in one dtype.
+
+    Without a call, it is the check of its kernel that ``operator`` makes before a training begins.
+    """
 
     call: Call | None = None
     dtype: torch.dtype = torch.float32

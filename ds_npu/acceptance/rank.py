@@ -28,7 +28,7 @@ C = TypeVar("C", bound=Case)
 
 MESSAGE_CHARACTERS = 1500
 READY = "ready"
-"""Case of the first report: the rank has its NPU and has met the others."""
+"""The case in a rank's first report, which says that it has its NPU and has met the other ranks."""
 GROUP_TIMEOUT_S = 300
 DIGITS = 9
 """Significant digits of the numbers in a report."""

@@ -15,9 +15,9 @@ from ds_npu.acceptance.machine import Npus, simulated, software_and_machine, wit
 from ds_npu.acceptance.world import CaseResult
 
 FORMAT = 1
-"""Version of the file's format; a file of another one is not continued."""
+"""Version of the file's format; a run does not continue a file of another version."""
 SAME_RUN = ("ds_npu accept", "simulated", "cases of", "versions", "npus")
-"""Keys whose values must not change where a run is continued."""
+"""Keys whose values must be the same in a file that a run continues."""
 MOST_NAMED = 8
 """Cases of a group that the summary names; the file has all."""
 
@@ -115,7 +115,7 @@ def _finite(value: object) -> object:
 
 
 def is_clean(entries: Sequence[Entry]) -> bool:
-    """Whether every case that was run has passed, and one was run."""
+    """Whether at least one case was run, and every one that was run has passed."""
     outcomes = {entry["result"] for entry in entries}
     return "passed" in outcomes and outcomes <= {"passed", "not run"}
 

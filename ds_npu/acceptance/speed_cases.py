@@ -14,7 +14,7 @@ SERIES = "speed"
 """Name of the number in a report: seconds of a call, or bytes of device memory."""
 MIB = 1 << 20
 NODE = 8
-"""NPUs of a node, all of which a port's speed needs."""
+"""NPUs of a node; the speed of a port is measured with all of them."""
 HEADS, WIDTH = 32, 128
 """Heads of a measured attention, and their width."""
 TOLERANCE = "nothing is compared: each call is timed, the median of several"
@@ -22,7 +22,10 @@ TOLERANCE = "nothing is compared: each call is timed, the median of several"
 
 @dataclass(frozen=True)
 class SpeedCase(Case):
-    """``field`` of a profile is measured by calls of one ``kind``; ``size`` is their size, and the key of a table."""
+    """Measures ``field`` of a profile by calls of one ``kind``.
+
+    Where the field is a table, the calls' ``size`` is the key.
+    """
 
     kind: str = "kernel"
     field: str = "kernel"
@@ -71,9 +74,10 @@ def speed_cases(scope: Scope) -> list[SpeedCase]:
 
 
 def calibrated(machine: Machine, measured: Iterable[tuple[SpeedCase, float]]) -> Machine:
-    """``machine`` with the numbers that the seconds of cases give (bytes, of device memory), in the order of the cases.
+    """``machine`` with the numbers that follow from ``measured``: the seconds of each case (device memory: the bytes).
 
-    Raises ValueError for a case that took no longer than the least time of its kind, and for what is no time.
+    A number may follow from those of earlier cases. Raises ValueError for a case that took no longer than the least
+    time of its kind, and for a time that is not finite.
     """
     tables: dict[str, dict[int, float]] = {}
     for case, seconds in measured:

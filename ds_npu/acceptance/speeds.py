@@ -34,7 +34,7 @@ def measure(case: SpeedCase, job: Assignment) -> Measured:
 
 
 def _call(case: SpeedCase) -> Callable[[], object]:
-    """A call without allocations that grow: what it needs is made once."""
+    """The call that ``case`` times; its inputs are allocated once, before it."""
     size = case.size
     if case.kind in ("bfloat16", "float32"):
         a, b = (torch.randn(size, size, device="npu").to(getattr(torch, case.kind)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Ranks of a world: start them, watch them, and tell the result of each case, whatever they do."""
+"""Starts and watches the ranks of a world; each case gets a result, also where a rank crashes or hangs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class World:
     def __init__(self, module: str, job: Assignment) -> None:
         self.job = job
         self.seen = [0] * job.ranks
-        """Bytes of each rank's reports that were read."""
+        """Bytes of each rank's reports that were read so far."""
         Path(job.world).mkdir()
         self.processes = [self._start(module, rank) for rank in range(job.ranks)]
 
@@ -153,7 +153,7 @@ def _ending(code: int) -> str:
 
 
 def run_group(group: Group, cases: Sequence[Case], scope: Scope, folder: Path, until: float) -> Iterator[CaseResult]:
-    """Run ``cases`` in as few worlds as their numbers of ranks, ``alone`` and crashes allow.
+    """Run ``cases`` in few worlds: a new one for another number of ranks, a case ``alone``, and after a crash.
 
     After ``until`` (of ``time.monotonic``) no case is begun.
     """

@@ -88,7 +88,7 @@ def profile_of(report: Any, name: str, like: str | None) -> dict[str, Any]:
 
 
 def _measured(entries: list[Any], scope: Scope) -> Iterator[tuple[SpeedCase, float]]:
-    """The cases with a number, in the order in which later ones need earlier ones."""
+    """The cases that have a number, with it; a case comes after those whose numbers it is calibrated with."""
     numbers = {entry["case"]: entry.get(SERIES) for entry in entries if entry.get("group") == GROUP}
     for case in speed_cases(scope):
         found = numbers.get(case.name)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def one_line(text: str) -> str:
-    """``text`` with escapes for characters that cannot be printed, whole."""
+    """``text`` on one line, uncut: characters that cannot be printed are escaped."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 

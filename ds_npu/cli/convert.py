@@ -13,7 +13,7 @@ from ds_npu.config.problems import printable
 
 FORMS = ("hf", "fp32", "universal")
 METADATA, LATEST = ".metadata", "latest_checkpointed_iteration.txt"
-"""Files of Megatron-Core: of a checkpoint, and what names the newest one of several."""
+"""Files of Megatron-Core: one in each checkpoint, and the one that names the newest of several checkpoints."""
 LAYOUT = re.compile(r"\w+=\d+(,\w+=\d+)*")
 
 
@@ -75,7 +75,7 @@ def _run(arguments: Namespace) -> int:
 
 
 def _megatron_folder(folder: Path) -> Path | None:
-    """The folder of Megatron-Core's distributed checkpoint in ``folder``; told without torch."""
+    """The folder of Megatron-Core's distributed checkpoint in ``folder``, found without torch."""
     if (folder / METADATA).is_file():
         return folder
     text = name_in(folder / LATEST)

@@ -84,7 +84,8 @@ def _check(folder: Path, model: Any, held: Mapping[str, Plain]) -> None:
 def write_float32(folder: Path, out: Path, allowed: Sequence[str]) -> int:
     """Write the weights of the checkpoint in ``folder`` in float32 to ``out``, under their names in the plain model.
 
-    As DeepSpeed's zero_to_fp32.py does it; buffers of other kinds keep their dtype. Returns the number of weights.
+    DeepSpeed's zero_to_fp32.py does the same. Integer and boolean buffers keep their dtype. Returns the number of
+    weights.
     """
     written = known_checkpoint(folder, allowed)
     weights = {}
@@ -98,7 +99,7 @@ def write_float32(folder: Path, out: Path, allowed: Sequence[str]) -> int:
 
 
 def known_checkpoint(folder: Path, allowed: Sequence[str]) -> WrittenCheckpoint:
-    """The checkpoint in ``folder``; raises CheckpointError where its manifests do not say what is where."""
+    """The checkpoint in ``folder``; raises CheckpointError where its manifests do not say where each weight is."""
     written = WrittenCheckpoint(folder, (*CLASSES, *named_classes(allowed)))
     if not written.is_known:
         raise CheckpointError(

@@ -17,7 +17,7 @@ ZERO = {
     3: "ZeRO 3 shards weights, gradients and optimizer states",
 }
 SHOWN = 8
-"""At most so many groups of an axis, ranks of a group and cells of a row are printed, and twice as many rows."""
+"""Most printed groups of an axis, ranks of a group and cells of a row; at most twice as many rows are printed."""
 DOTS = "..."
 
 
@@ -58,7 +58,7 @@ def zero_line(degrees: Degrees, stage: int | None) -> str:
 
 
 def grid_picture(degrees: Degrees) -> Iterator[str]:
-    """The dense view: a row for each (pp, dp), in it a cell for each cp, in that the ranks along tp."""
+    """The dense view: a row for each (pp, dp), in the row a cell for each cp, in the cell the ranks along tp."""
     yield "Grid of global ranks: a row for each pipeline and data rank, a cell for each context rank"
     width = len(str(degrees.world_size - 1))
     peers = degrees.cp * degrees.tp
@@ -94,7 +94,10 @@ def communicator_table(communicators: Sequence[Communicator]) -> Iterator[str]:
 
 
 def _groups(degrees: Degrees, *axes: Axis) -> str:
-    """The groups along neighbouring axes; ``Degrees.groups`` would list all those of a large world."""
+    """The groups along neighbouring axes, at most SHOWN.
+
+    ``Degrees.groups`` would list all of a large world.
+    """
     ((stride, size),) = degrees.box(*axes)
     return " ".join(
         DOTS if index is None else f"[{_ranks(index // stride * stride * size + index % stride, stride, size)}]"

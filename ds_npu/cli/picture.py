@@ -136,7 +136,7 @@ def _group(degrees: Degrees, axes: Axes, rank: int) -> int:
 
 
 def _spread(degrees: Degrees, axes: Axes, rank: int, size: int) -> int:
-    """How many nodes of ``size`` ranks the group along ``axes`` touches in which ``rank`` is."""
+    """How many nodes of ``size`` ranks have a rank of the group along ``axes`` that contains ``rank``."""
     box = degrees.box(*axes)
     first = rank - sum(rank // stride % count * stride for stride, count in box)
     steps = itertools.product(*(range(0, stride * count, stride) for stride, count in box))

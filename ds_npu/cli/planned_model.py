@@ -56,13 +56,13 @@ MOST_ACTIONS = 100_000
 
 @dataclass(frozen=True)
 class Shown:
-    """The long tables that are asked for, and what estimates are made for."""
+    """Whether the long tables are printed, and the machine and the length of samples that estimates assume."""
 
     changes: bool
     parameters: bool
     machine: Machine
-    """The machine of estimates, which take ``length`` tokens of a sample; None: not known."""
     length: int | None
+    """Tokens of a sample; None: not known."""
 
 
 def lines(path: Path, ds_config: Config, checked: Checked, shown: Shown) -> Iterator[str]:
@@ -126,7 +126,7 @@ def summary(model: nn.Module, ds_config: Config, checked: Checked) -> Iterator[s
 def _memory_for_checkpoints(
     parameters: Sequence[tuple[int, Placement]], ds_config: Config, checked: Checked
 ) -> Iterator[str]:
-    """Lines about host memory that is kept for saves behind training and for copies; none without them."""
+    """Lines about host memory for asynchronous saves and for copies on peers; none where both are off."""
     stage = checked.zero_stage or 0
     section = checked.config.checkpoint
     saved = sum(
@@ -141,7 +141,7 @@ def _memory_for_checkpoints(
 
 
 def _copies(placement: Placement, checked: Checked) -> int:
-    """The number of ranks over which ZeRO shards a parameter: those with the same values, but for tensor ranks."""
+    """The number of ranks over which ZeRO shards a parameter: those along its ``data_axes``."""
     return math.prod(checked.degrees.size(axis) for axis in placement.data_axes)
 
 
@@ -166,7 +166,10 @@ def auto_class_of(config: Any) -> Any:
 
 
 def left_on(model: nn.Module) -> Iterator[str]:
-    """A table of the records of modules, the wraps of their forwards, and the marks of parameters."""
+    """A table of what ds_npu keeps on the model.
+
+    These are records on modules, wraps of forwards, and attributes of parameters.
+    """
     found: list[tuple[str, str, str, str]] = []
     for name, module in model.named_modules():
         found += [("record", mark, type(value).__name__, name) for mark, value in marks_of(module).items()]
@@ -185,7 +188,10 @@ def left_on(model: nn.Module) -> Iterator[str]:
 
 
 def placements(model: nn.Module, degrees: Degrees) -> Iterator[str]:
-    """A table with a row for parameters that differ only in indices, and the sums below it."""
+    """A table of parameters, and below it the numbers of their elements.
+
+    Parameters that differ only in indices share a row.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     whole = held = 0
     for parameter in model.parameters():
@@ -214,8 +220,8 @@ def _along(placement: Placement, degrees: Degrees) -> tuple[str, str, str]:
 def pipeline_lines(path: Path, checked: Checked, svg: Path | None) -> Iterator[str]:
     """Lines about the pipeline of the model of the config at ``path``; none with one pipeline rank.
 
-    Writes the schedule's picture next to ``svg``, which has the layout. Raises ValueError for a model, a division or a
-    file of a schedule that is refused.
+    Writes the schedule's picture next to ``svg``, the file of the layout. Raises ValueError where the model, its
+    division into stages or the file of the schedule is refused.
     """
     model = model_without_weights(path) if checked.degrees.pp > 1 else ""
     if isinstance(model, str):
@@ -256,7 +262,7 @@ def micro_batches_of(checked: Checked) -> tuple[int, str]:
 
 
 def bubble_lines(run: Timeline, loads: Sequence[float]) -> Iterator[str]:
-    """The bubble as a share of the makespan: where all stages are alike, and with the cost of each."""
+    """The bubble as a share of the makespan: once as if all stages cost the same, once with the cost of each."""
     alike = run.bubble / run.makespan if run.makespan else 0.0
     own = timeline(run.schedule, Costs(stages=loads))
     yield (
@@ -279,7 +285,7 @@ def pair_lines(schedule: Schedule) -> Iterator[str]:
 
 
 def mean_idle(run: Timeline) -> float:
-    """The part of the makespan in which a rank does nothing, the mean of all."""
+    """The part of the makespan in which a rank does nothing, on average over the ranks."""
     ranks = range(len(run.schedule.rows))
     return sum(map(run.idle, ranks)) / len(ranks)
 

@@ -21,21 +21,21 @@ from ds_npu.topology.machine import Machine
 
 
 class LayerProduct(NamedTuple):
-    """A product with a collective of one layer, or of layers that are computed together."""
+    """A matrix product and its collective, of one layer or of layers that share their input."""
 
     layer: str
-    """The first of them."""
+    """The name of the first layer."""
     others: int
     direction: Literal["forward", "backward"]
     call: OverlapCall
     inner: tuple[int, int]
-    """The least and the most of its inner dimension on a rank."""
+    """The smallest and the largest inner dimension of the product on any rank."""
 
 
 def overlap_lines(
     model: nn.Module, ds_config: Config, checked: Checked, machine: Machine, length: int | None
 ) -> Iterator[str]:
-    """Lines about ``model``, of which every layer is planned; none where nothing is left to choose."""
+    """Lines about the products of ``model``, as features have changed it; none where there is no choice to make."""
     degrees, section = checked.degrees, checked.config
     if degrees.tp == 1 or not section.parallel.sequence_parallel or section.tensor_overlap is not None:
         return
@@ -62,7 +62,7 @@ def overlap_lines(
 
 
 def products(model: nn.Module, blank: OverlapCall) -> Iterator[LayerProduct]:
-    """The products of ``model`` with a collective; ``blank``: the call without its products."""
+    """The products of ``model`` that have a collective; ``blank``: the call that each fills in."""
     names_of = {module: name for name, module in model.named_modules()}
     for module, name in names_of.items():
         if isinstance(module, RowLinear) and module.axis.sequence_parallel:
@@ -82,7 +82,7 @@ def products(model: nn.Module, blank: OverlapCall) -> Iterator[LayerProduct]:
 
 
 def _column_groups(model: nn.Module) -> Iterator[list[ColumnLinear]]:
-    """The column linears whose inputs enter a region together."""
+    """The groups of column linears that share one gathered input."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, ColumnLinear) and module.axis.sequence_parallel and id(module.projections) not in seen:

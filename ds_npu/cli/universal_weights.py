@@ -37,7 +37,7 @@ MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_st
 
 
 def write_universal(folder: Path, out: Path, allowed: Sequence[str]) -> int:
-    """Write the checkpoint in ``folder`` to ``out``, under its tag, and name it there; returns the number of weights.
+    """Write the checkpoint in ``folder`` to ``out`` under its tag, and the tag to LATEST; returns the weights' number.
 
     ``allowed``: names of classes that its files may hold. Raises CheckpointError where it cannot be read, or is at
     ``out`` already, OSError where ``out`` cannot be written.

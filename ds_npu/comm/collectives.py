@@ -37,7 +37,7 @@ def gather_parts(parts: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup 
 def gather_into(whole: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> Work:
     """Gather every rank's ``x`` into ``whole``, one after the other; both contiguous, and kept by the caller.
 
-    Each wait for it makes the current stream wait, of any number of streams.
+    Any number of streams may wait for it: each ``wait`` makes the stream wait that is current then.
     """
     work: Work = _gather_into(whole, x, group=group, async_op=True)
     return work

@@ -1,7 +1,7 @@
 """HCCL's communicators of a group of ranks and of two of them: torch_npu opens them when they are first used.
 
-That of a group is opened by asking for its name: it connects the ranks and takes the buffers, nothing is sent, and no
-stream waits. Those of two ranks, for their messages, have no name; a number is sent. Source: torch_npu 2.13,
+Asking for the name of a group's communicator opens it: the ranks connect and HCCL takes its buffers; nothing is sent,
+and no stream waits. Communicators of two ranks have no name: sending a number opens them. Source: torch_npu 2.13,
 ProcessGroupHCCL::getHcclCommName and createHCCLComm.
 """
 
@@ -57,7 +57,7 @@ class Link(NamedTuple):
 
 
 def open_links(links: Iterable[Link], name: str) -> None:
-    """Open, over hccl, the communicators of ``links``, of which this rank opens its own, with a line in the log.
+    """Open the communicators of those ``links`` over hccl in which this rank takes part; each has a line in the log.
 
     Every rank is given all links of a group in the same order, so that none waits in a circle. Raises RuntimeError
     where the other rank does not come.

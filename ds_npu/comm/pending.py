@@ -22,7 +22,7 @@ class Work(Protocol):
 
 
 class Works:
-    """Collectives in flight as one; None, or no work at all, has ended already."""
+    """Several collectives in flight as one; a work that is None counts as ended, and so does no work at all."""
 
     def __init__(self, works: Sequence[Work | None] = ()) -> None:
         self.works = works

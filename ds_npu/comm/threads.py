@@ -46,7 +46,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
-    """Names of both in torch 2.12."""
+    """torch 2.12 calls the two methods by these names."""
 
     def _write(self, out: torch.Tensor, mine: torch.Tensor, read: Read) -> Works:
         """Write ``read`` of every rank's ``mine`` into ``out``."""

@@ -19,17 +19,17 @@ from ds_npu.comparison.rounding import UNIT, Rounding, coarsest, error_of, least
 from ds_npu.dump_hooks import GRADIENT, GRADIENT_OF_OUTPUT, OUTPUT, STATE, WEIGHT
 
 KINDS = (WEIGHT, OUTPUT, GRADIENT_OF_OUTPUT, GRADIENT, STATE)
-"""In the order of execution within a step."""
+"""The kinds of records, in the order of execution within a step."""
 SMALL = 16
-"""A gradient or state whose root mean square is below the median's by more is compared as if it were so large: it may
-be nothing but rounding, as that of a bias of keys, which the softmax takes out."""
+"""Gradients and states are compared as if no root mean square were below the median's over this factor: a smaller one
+may be nothing but rounding, as that of a bias of keys, which the softmax takes out."""
 SQUARED = "exp_avg_sq"
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of both runs."""
+    """The comparison of one tensor in both runs."""
 
     step: int
     kind: str
@@ -53,7 +53,7 @@ class Comparison:
 
     rows: list[Row] = field(default_factory=list)
     copies: list[str] = field(default_factory=list)
-    """Tensors of which the ranks of one run have different copies, in words."""
+    """Lines about tensors whose copies on ranks of one run differ."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -62,12 +62,15 @@ class Comparison:
         return [row for row in self.rows if row.is_off]
 
     def first_off(self, *kinds: str) -> Row | None:
-        """The first of them, of one of ``kinds`` where some are given."""
+        """The first tensor in ``off``; where ``kinds`` are given, the first of these."""
         return next((row for row in self.off if not kinds or row.kind in kinds), None)
 
 
 class StepComparison:
-    """One step of two runs; ``rounding_dtype``: in place of the coarsest dtype of both."""
+    """One step of two runs.
+
+    ``rounding_dtype``: the dtype of the rounding; None: the coarsest of both runs.
+    """
 
     def __init__(self, runs: tuple[DumpedRun, DumpedRun], step: int, first: int, rounding_dtype: str | None) -> None:
         self.runs, self.step, self.first, self.is_first = runs, step, first, step == first
@@ -84,7 +87,7 @@ class StepComparison:
         stepped = coarsest({self.rounding.dtype, *states})
         self.rounding_of_steps = Rounding(rounding_dtype or stepped, max(terms, self._tokens()))
         self.before = self.borders * (step - first)
-        """The borders that count for the steps before: their weights have the same roundings."""
+        """The borders of earlier steps, whose roundings are in the weights."""
 
     def _tokens(self) -> int:
         """Tokens of the step, over which gradients of weights are summed."""
@@ -93,7 +96,10 @@ class StepComparison:
         return sum(max(len(tokens_of(each)), 1) for each in pieces)
 
     def of_weights(self, kind: str, comparison: Comparison) -> Iterator[Row]:
-        """Weights, gradients or states: those of the first step to the bit, where dtypes are the same."""
+        """Compare weights, gradients or states.
+
+        Weights of step 0 are compared bit by bit where their dtypes are the same.
+        """
         both = [key for key in self.weights[0] if key[0] == kind and key in self.weights[1]]
         positions = {key: self.weights[0][key].order for key in both}
         middle = self._middle(kind, both)
@@ -125,7 +131,7 @@ class StepComparison:
         return rounding.explains(self.before + 2 * self.borders + (1 if kind == GRADIENT else 2))
 
     def _middle(self, kind: str, keys: Iterable[tuple[str, str, str]]) -> dict[str, float]:
-        """The size below which tensors of a kind, by state, are compared as if they were so large."""
+        """For each state of ``kind`` the size as which smaller tensors are compared; none for weights."""
         sizes: dict[str, list[float]] = {}
         for key in keys:
             sizes.setdefault(key[2], []).append(self.weights[0][key].numbers.rms)
@@ -146,7 +152,7 @@ class StepComparison:
         return True
 
     def of_outputs(self, kind: str, comparison: Comparison) -> Iterator[Row]:
-        """Outputs in the order of execution, or their gradients in the order of backward."""
+        """Compare outputs in the order of execution, or their gradients in the order of backward."""
         names = [key for key in self.names if key[0] == kind]
         depth = {name: index for index, (_, name) in enumerate(each for each in self.names if each[0] == OUTPUT)}
         for key in names if kind == OUTPUT else reversed(names):
@@ -178,7 +184,7 @@ class StepComparison:
         return least_error(a.numbers, b.numbers) if x is None or y is None else error_of(x, y)
 
     def differing_samples(self) -> tuple[int, int]:
-        """How many samples one run has in this step and the other has not, or has other tokens of."""
+        """How many samples of this step A has and B has not, or has other tokens of; and the reverse."""
         found = []
         for mine, other in ((0, 1), (1, 0)):
             key = next((each for each in self.names if each[0] == OUTPUT), None)

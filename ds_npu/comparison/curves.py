@@ -28,9 +28,9 @@ TEXT = {
     "grad_norm": re.compile(rf"\b(?:grad(?:ient)?[ _])?norm\b['\"]?\s*[:=]?\s*{NUMBER}", re.IGNORECASE),
 }
 BEFORE = 20
-"""Steps from whose differences the usual noise is read."""
+"""The number of first steps whose differences count as the usual noise."""
 FACTOR, IN_A_ROW = 8.0, 3
-"""Curves part where so many steps in a row are further apart than so many times the noise."""
+"""Curves part where IN_A_ROW steps in a row are further apart than FACTOR times the noise."""
 Curve = dict[int, float]
 
 
@@ -46,7 +46,7 @@ class Parting:
     steps: int
     """Steps that both have."""
     noise: float
-    """The median relative difference of the first of them."""
+    """The median relative difference of the first steps."""
     worst: tuple[int, float]
     """The step with the largest relative difference, and that difference."""
     parts_at: int | None

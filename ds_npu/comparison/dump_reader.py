@@ -27,7 +27,7 @@ class RankRecords:
     """The rank along each axis of its run."""
     records: list[Record] = field(default_factory=list)
     batches: dict[str, Record] = field(default_factory=dict)
-    """The samples and tokens that records name, by that name."""
+    """Records of samples and tokens, by the name with which other records refer to them."""
 
 
 class DumpedRun:
@@ -92,7 +92,7 @@ class DumpedRun:
         return sorted({each["dtype"] for each in weights if each["kind"] == "weight"})
 
     def parts(self, step: int) -> Iterator[tuple[RankRecords, Record]]:
-        """Each record of ``step``, with its rank's."""
+        """Each record of ``step``, with the RankRecords that it is in."""
         for rank in self.steps[step]:
             for record in rank.records:
                 yield rank, record

@@ -27,12 +27,12 @@ class MergedWeight:
     order: tuple[int, ...]
     shape: tuple[int, ...]
     fingerprint: int | None
-    """A hash of the bits of a weight's elements; None of others."""
+    """A hash of the bits of a weight's elements; None for gradients and states."""
     parts: Mapping[str, Part]
-    """The first holder's record of each part, by what it is of."""
+    """The record of each part, by the ranges and window of the part; of several copies the most frequent one."""
     prints: Mapping[str, str]
     differing: tuple[int, ...] = ()
-    """Ranks whose copy of a part is not that of most ranks that hold it."""
+    """Ranks whose copy of a part differs from the most frequent one."""
     apart: float = 0.0
     """The largest error between two copies of a part, as far as statistics tell."""
 
@@ -57,12 +57,12 @@ class SamplePieces:
     """Data rank, micro-batch and row in it."""
     numbers: Numbers = field(default_factory=Numbers)
     tokens: dict[str, tuple[int, Record, int]] = field(default_factory=dict)
-    """The first rank that holds tokens, its record, and the row in it, by the runs of the tokens."""
+    """The first rank that holds tokens, its record, and their row in the record, by the runs of the tokens' numbers."""
     copies: dict[str, list[tuple[int, Numbers]]] = field(default_factory=dict)
-    """The statistics that each of their ranks has, by the same."""
+    """Every rank that holds tokens, with its statistics, by the runs of the tokens' numbers."""
 
     def whole(self, run: DumpedRun, step: int) -> torch.Tensor | None:
-        """Its values [tokens, ...], in the order of their numbers, on the host; None of statistics."""
+        """Its values [tokens, ...], in the order of tokens, on the host; None where statistics alone were dumped."""
         found: list[tuple[int, torch.Tensor]] = []
         for runs, (rank, record, row) in self.tokens.items():
             values = run.tensor(step, rank, record)
@@ -86,7 +86,10 @@ class MergedOutput:
     samples: dict[str, list[SamplePieces]] = field(default_factory=dict)
 
     def differing(self) -> tuple[tuple[int, ...], float]:
-        """Ranks whose copy is not that of the most ranks, and by how much copies differ."""
+        """Ranks with another copy, and the largest error of a copy.
+
+        Copies are compared with that of the first rank that holds the same tokens.
+        """
         ranks: set[int] = set()
         most = 0.0
         for pieces in (each for found in self.samples.values() for each in found):
@@ -99,7 +102,7 @@ class MergedOutput:
 
 
 def elements_of(record: Record) -> WeightElements:
-    """The elements of its weight that ``record`` is of."""
+    """The elements of the whole weight that ``record`` covers."""
     dims = {
         int(dim): torch.cat([torch.arange(*each) for each in ranges])
         for dim, ranges in record.get("ranges", {}).items()
@@ -115,7 +118,7 @@ def numbers_of(record: Record, row: int = 0) -> Numbers:
 
 
 def print_of(record: Record) -> str:
-    """The text that copies of a part have alike: the hash of a weight's bits, the statistics of others."""
+    """A text that equal copies of a part share: the hash of a weight's bits; of other tensors the statistics."""
     found: str = record.get("fingerprint") or f"{record['sum']} {record['squares']} {record['min']} {record['max']}"
     return found
 
@@ -207,6 +210,6 @@ def _numbers(first: int, count: int) -> torch.Tensor:
 
 
 def tokens_of(pieces: SamplePieces) -> tuple[int, ...]:
-    """The numbers of the tokens that ranks hold of a sample, ascending; none where it has no tokens."""
+    """The numbers of a sample's tokens that any rank holds, ascending; empty where the sample has no tokens."""
     numbers = (each for runs in pieces.tokens for each in _parsed(runs))
     return tuple(sorted(number for first, count in numbers if first >= 0 for number in range(first, first + count)))

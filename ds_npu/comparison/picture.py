@@ -10,7 +10,7 @@ from ds_npu.dump_hooks import GRADIENT, GRADIENT_OF_OUTPUT, OUTPUT, STATE, WEIGH
 from ds_npu.svg import Style, drawing, element, text, title
 
 WIDTH, HEIGHT, LEFT, TOP, SIDE, BOTTOM = 860, 360, 70, 60, 220, 60
-"""Pixels of the plot, and around it."""
+"""Pixels: width and height of the plot, and the margins around it."""
 COLOURS = {
     WEIGHT: "#6c757d",
     OUTPUT: "#2d6a4f",

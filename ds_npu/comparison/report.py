@@ -47,7 +47,7 @@ def _numbers(row: Row) -> str:
 
 
 def counts_by_kind(comparison: Comparison, every: bool = False) -> Iterator[str]:
-    """For each step and kind, how many tensors were compared, and the largest error.
+    """For each step and kind, how many tensors were compared, and the error that most exceeds what rounding explains.
 
     ``every``: also of steps behind the first finding.
     """

@@ -33,7 +33,7 @@ class Rounding:
     """The longest sum of products."""
 
     def explains(self, borders: int) -> float:
-        """The relative error that is explained behind so many ``borders``."""
+        """The relative error that rounding explains behind so many ``borders``."""
         unit = UNIT[self.dtype]
         accumulated = min(unit, UNIT["float32"])
         return SAFETY * math.sqrt(OPERATIONS * borders) * (unit + accumulated * math.sqrt(self.terms))
@@ -58,7 +58,7 @@ class Numbers:
     largest: float = -math.inf
 
     def add(self, other: Numbers) -> None:
-        """Add those of another part."""
+        """Add the statistics of another part."""
         self.count += other.count
         self.sum += other.sum
         self.squares += other.squares
@@ -80,11 +80,11 @@ class Numbers:
 
 
 def least_error(a: Numbers, b: Numbers, floor: float = 0.0) -> float:
-    """A relative error that ``b`` has at least, as far as statistics tell; inf where only one is finite.
+    """A lower bound of the relative error between two tensors, from statistics; inf where only one is finite.
 
-    By how much means and roots of mean squares differ, over the root of the mean square: the norm of the difference of
-    both tensors over the norm of one is at least that (Cauchy-Schwarz). And by how much the extremes differ, over the
-    largest magnitude. ``floor``: a size below which a root of a mean square is not taken.
+    The larger of two shares: the difference of the means or of the roots of the mean squares, over the latter (the
+    norm of the difference over the norm of one tensor is at least that, by Cauchy-Schwarz); and the difference of the
+    extremes over the largest magnitude. ``floor``: the least divisor.
     """
     if not (a.is_finite and b.is_finite):
         return 0.0 if a.is_finite == b.is_finite else math.inf

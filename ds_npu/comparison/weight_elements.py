@@ -17,17 +17,17 @@ from ds_npu.topology.topology import Topology
 
 @dataclass(frozen=True)
 class WeightElements:
-    """Indices along each dim of a weight of ``shape`` that a rank has, and which elements of these a tensor holds."""
+    """The elements of a weight of ``shape`` that a tensor holds: a window of the part that the rank has."""
 
     shape: tuple[int, ...]
     dims: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """int64 indices by dim, in the order in which they are held; dims that are held whole have none."""
+    """The rank's int64 indices along each dim that it holds in part, in the order in which it holds them."""
     first: int = 0
-    """The first element of the tensor in the flat order of what the rank holds."""
+    """The index of the tensor's first element in the rank's part, which is taken flat."""
 
     @staticmethod
     def of(weight: nn.Parameter, topology: Topology, first: int = 0) -> WeightElements:
-        """The elements of ``weight`` that this rank has from ``first`` on."""
+        """The elements of ``weight`` that this rank has, from the ``first`` one of its flat part on."""
         placement = placement_of(weight)
         shape = placement.shape or unpartitioned_shape(weight)
         dims: dict[int, torch.Tensor] = {}
@@ -39,11 +39,11 @@ class WeightElements:
 
     @property
     def local(self) -> list[int]:
-        """The shape of what the rank has."""
+        """The shape of the rank's part."""
         return [len(self.dims[dim]) if dim in self.dims else size for dim, size in enumerate(self.shape)]
 
     def described(self, count: int) -> Record:
-        """The same for a record of ``count`` elements."""
+        """The entries that say so in the record of a tensor of ``count`` elements."""
         found: Record = {"shape": list(self.shape)}
         if self.dims:
             runs = {str(dim): runs_of(index) for dim, index in sorted(self.dims.items())}

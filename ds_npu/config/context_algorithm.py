@@ -17,7 +17,7 @@ class ContextAlgorithm:
     """The context axis of ``ulysses * ring`` ranks.
 
     The ``ulysses`` ranks of a group exchange heads for tokens. The ``ring`` groups pass keys and values around, in
-    rings of ``window`` ranks within a ring of those (1 or ``ring``: a single ring), or, with ``gather``, gather them.
+    inner rings of ``window`` ranks that form an outer ring (1 or ``ring``: a single ring), or ``gather`` them.
     ``kv_cache`` says what backward keeps of the keys and values that forward received: nothing, the keys or both.
     Raises ValueError where the sizes do not go together.
     """

@@ -100,7 +100,7 @@ def _other_engines(ds_config: Config, config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _ranks_taken_for_alike(ds_config: Config, parallel: ParallelSection) -> Iterator[Problem]:
-    """Keys by which DeepSpeed takes ranks for data ranks without asking the topology (its ``mpu``)."""
+    """Keys with which DeepSpeed takes all ranks for data ranks and does not ask the topology (its ``mpu``)."""
     sharing = parallel.tensor * parallel.context * parallel.pipeline
     path = "zero_optimization.zero_quantized_gradients"
     if value_at(ds_config, path) and sharing > 1:
@@ -180,7 +180,7 @@ def _optimizer_memory(ds_config: Config, config: DsNpuConfig) -> Iterator[Proble
 
 
 def misspelt(ds_config: Config) -> list[str]:
-    """Top-level keys that look like the section's name or like DeepSpeed's, and that it would ignore in silence."""
+    """Warnings about top-level keys that look like a misspelt known key; DeepSpeed would ignore them in silence."""
     known = {*schema().top_level, *schema().removed, SECTION}
     names = dict.fromkeys((SECTION, "npu", "deepspeed_npu"), SECTION) | {key: key for key in sorted(known)}
     warnings = []

@@ -250,5 +250,5 @@ def _disks_without_folder(ds_config: Config, sections: dict[str, Values]) -> Ite
 
 
 def _bf16(ds_config: Config) -> str:
-    """The name of the section: DeepSpeed reads the old one where the new one is left out."""
+    """The name of the bf16 section: DeepSpeed reads the old name where the new one is left out."""
     return "bfloat16" if ds_config.get("bf16") is None else "bf16"

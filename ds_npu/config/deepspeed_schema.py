@@ -117,7 +117,7 @@ def is_auto(value: Any) -> bool:
 
 
 def _names(node: Node, given: Values) -> dict[str, str]:
-    """The model's name of each key that may be given; a field with another name goes by that one where both are."""
+    """The field of each key that may be given; a field with an alias is read from the alias where both are given."""
     names = {}
     for name, each in node["properties"].items():
         alias = each.get("alias", name)
@@ -131,7 +131,7 @@ def _defaults(node: Node) -> Values:
 
 
 def _unknown(key: str, node: Node, path: str, index: int) -> str:
-    """The message about an unknown key after ``index`` other problems; no suggestion where no message lists it."""
+    """The message about an unknown key, the ``index``-th problem; it has no suggestion where no error would list it."""
     known = [each.get("alias", name) for name, each in node["properties"].items()]
     near = near_miss(key, known) if index < MOST_PROBLEMS else []
     hint = f"did you mean {path}.{near[0]}?" if near else f"keys of {path}: {_keys(node)}"
@@ -180,7 +180,7 @@ def _adapter(node: str) -> TypeAdapter[Any]:
 
 
 def _type(node: Node) -> Any:
-    """The Python type whose values pydantic accepts as it does for DeepSpeed's field, text for a number included."""
+    """A type for which pydantic accepts the same values as for DeepSpeed's field, a text for a number included."""
     if "anyOf" in node:
         return Union[tuple(_type(option) for option in node["anyOf"])]  # noqa: UP007
     if "instance" in node:
@@ -279,4 +279,4 @@ BEFORE: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
 """(accepted values, test of a value) of a field before it is converted, by validator and field."""
 
 COERCES = "_coerce_container_types"
-"""The validator that takes a text for a list of one, and null for an empty section."""
+"""DeepSpeed's validator that turns a text into a list of one, and null into an empty section."""

@@ -15,16 +15,16 @@ Size = Literal["buckets", "scalars", "hidden states", "tokens", "unknown"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages among the ranks along ``axes``, where one of the axes in ``needs`` has more than one rank."""
+    """Messages among the ranks along ``axes``; there are none unless an axis in ``needs`` has several ranks."""
 
     axes: tuple[Axis, ...]
     needs: tuple[Axis, ...]
     messages: str
     size: Size
     only_pipeline_module: bool = False
-    """Whether a model that ds_npu cuts into stages sends nothing of the kind, unless it has experts on other ranks."""
+    """Whether a model that ds_npu cuts into stages sends such messages only with expert ranks."""
     only_checkpoints: bool = False
-    """Whether steps send nothing of the kind."""
+    """Whether only checkpoints send such messages, steps none."""
 
 
 TRAFFIC = (
@@ -46,7 +46,7 @@ TRAFFIC = (
 def traffic_of(degrees: Degrees, in_stages: bool = True) -> Iterator[tuple[Box, str, Traffic]]:
     """The layout, the axes in words and the traffic of each group of more than one rank.
 
-    With pipeline ranks the model is cut ``in_stages`` by ds_npu, or is a PipelineModule.
+    ``in_stages``: with pipeline ranks, whether ds_npu cuts the model; it is a PipelineModule otherwise.
     """
     for each in TRAFFIC:
         box = degrees.box(*each.axes)

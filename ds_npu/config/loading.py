@@ -23,7 +23,7 @@ DEEPEST = 64
 LARGEST = "a number of at most 1.8e308"
 SHALLOW = f"at most {DEEPEST} objects and lists inside of one another"
 ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x1f\x8b": "gzip", b"PK": "zip"}
-"""Other encodings by the bytes with which they begin."""
+"""Encodings other than UTF-8, by the bytes with which such a file begins."""
 KINDS: dict[str, Callable[[int], bool]] = {
     "a directory": stat.S_ISDIR,
     "a pipe": stat.S_ISFIFO,

@@ -18,19 +18,19 @@ class Dispatching:
     sends_to: Literal["ranks", "experts", "all ranks"]
     """A token goes once to each rank of its experts, once to each of its experts, or to every rank."""
     overlaps: bool = True
-    """Others may compute while tokens travel: ``overlap``, and ``pipeline.overlap_experts``."""
+    """Whether other work may be computed while tokens travel (``overlap``, ``pipeline.overlap_experts``)."""
     recomputes: bool = True
-    """``zero_memory`` works with it."""
+    """Whether ``zero_memory`` works with the dispatcher."""
     replicates: bool = True
-    """``replica_rows`` works with it."""
+    """Whether ``replica_rows`` works with the dispatcher."""
     shards_experts: bool = True
-    """``parallel.expert_tensor``: a token reaches all ranks that share its expert."""
+    """Whether a token reaches all ranks that share its expert (``parallel.expert_tensor``)."""
     presizes: bool = False
-    """``row_margin``: sizes may be known before the counts, with rows of no expert."""
+    """Whether buffers can be sized before the counts are known, with spare rows (``row_margin``)."""
     padded: str | None = None
-    """The dispatcher of experts that all take equally many rows (``pad_to_capacity``), whose sizes are known."""
+    """The dispatcher that replaces it under ``pad_to_capacity``, where all experts take equally many rows, if any."""
     why: str = ""
-    """The reason for what it cannot do, as a clause after its name."""
+    """The reason for its missing abilities, as a clause that follows its name."""
 
 
 ABILITIES = {

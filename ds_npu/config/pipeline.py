@@ -15,7 +15,7 @@ ONE_STAGE = ("gpipe", "1f1b", "zb_h1", "zb_h2")
 PAIRED = ("1f1b", "interleaved", "dualpipe_v")
 """Schedules in which a forward and a backward of a rank may run together."""
 MOST_STAGES = dict.fromkeys(ONE_STAGE, 1) | dict.fromkeys(("zb_v", "v_half", "v_min", "dualpipe_v"), 2)
-"""Model chunks that a rank holds in the schedules that fix it."""
+"""Model chunks of a rank, for the schedules that fix their number."""
 
 
 class PipelineSection(Section):

@@ -26,7 +26,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """All mistakes in a config, at once; ``of`` names it."""
+    """All mistakes in a config, at once; ``of`` names the config."""
 
     def __init__(self, problems: list[Problem], of: str = "the DeepSpeed config") -> None:
         self.problems = tuple(problems)

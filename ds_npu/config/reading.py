@@ -31,11 +31,11 @@ class Reading:
     config: DsNpuConfig
     problems: list[Problem]
     doubtful: frozenset[str]
-    """Paths within the section of keys whose intended value is not known, a misspelt neighbour's included."""
+    """Paths, within the section, of keys whose intended value is not known: wrong keys, and keys that were misspelt."""
 
 
 def read(raw: Any) -> Reading:
-    """Read the section, whatever it is."""
+    """Read the section, which may be any value."""
     if not isinstance(raw, dict):
         return _no_section(raw)
     rest = _with_string_keys(raw)
@@ -62,7 +62,7 @@ def _no_section(raw: Any) -> Reading:
 
 
 def _with_string_keys(raw: Any) -> Any:
-    """A copy, from which keys can be removed; a dict made in Python may have other keys than JSON has."""
+    """A copy, from which keys can be removed; a dict made in Python may have keys that are no strings."""
     if not isinstance(raw, dict):
         return raw
     # pydantic reads no lone surrogates.
@@ -75,7 +75,7 @@ def _full(path: Keys) -> str:
 
 
 def _node(path: Keys) -> dict[str, Any] | None:
-    """The schema of the key at ``path``, also of a user's own in a key that holds any; None where there is none."""
+    """The schema of the key at ``path``, also of one that users name (a glob in ``plan``); None for an unknown key."""
     node: dict[str, Any] | None = section_schema()
     for part in path:
         node = node and (node.get("properties", {}).get(part) or _of_any_key(node))
@@ -83,7 +83,7 @@ def _node(path: Keys) -> dict[str, Any] | None:
 
 
 def _of_any_key(node: dict[str, Any]) -> dict[str, Any] | None:
-    """The schema of all values of a key that holds any keys; None where a key is a value or a section."""
+    """The schema of the values of a key under which users name the keys; None for a plain value or a section."""
     schema = node.get("additionalProperties")
     return schema if isinstance(schema, dict) else None
 
@@ -108,7 +108,7 @@ def _cut(location: tuple[int | str, ...]) -> Keys:
 
 
 def _problem(path: Keys, found: Any, index: int) -> Problem:
-    """The problem at ``index``; no suggestion where no message lists it."""
+    """The ``index``-th problem; it has no suggestion where no error would list it."""
     node = _node(path)
     if node is not None:
         return Problem(_full(path), found, accepted(node))
@@ -138,7 +138,7 @@ def _meant(path: Keys) -> Keys | None:
 
 
 def near_miss(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """The one of ``known`` for which ``word`` may be meant, if any; none for a word of more than 64 characters."""
+    """The word in ``known`` that ``word`` may be a misspelling of, if any; none for over 64 characters."""
     return difflib.get_close_matches(word, known, n=1, cutoff=cutoff) if len(word) <= MOST_LETTERS else []
 
 
@@ -153,7 +153,7 @@ def _unknown(path: Keys) -> str:
 
 
 def _autos(raw: Any, path: str = "ds_npu") -> Iterator[tuple[str, Problem]]:
-    """``"auto"`` anywhere in the section: accelerate refuses it for keys that it does not know."""
+    """Problems of ``"auto"`` anywhere in the section: accelerate refuses it for keys that it does not know."""
     if raw == "auto" or (isinstance(raw, list) and "auto" in raw):
         yield path, Problem(path, raw, "leave the key out for ds_npu to choose")
     elif isinstance(raw, dict):

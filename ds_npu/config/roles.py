@@ -20,9 +20,9 @@ class Role(str, Enum):
     VALUE = "value"
     """Linears whose outputs are heads, sharded by heads."""
     QUERY_KEY_VALUE = "query_key_value"
-    """One linear for all three, in the order that ORDER tells."""
+    """One linear for queries, keys and values, in the order that ORDER tells."""
     QUERY_KEY_VALUE_BY_GROUP = "query_key_value_by_group"
-    """One linear for all three, one head of keys after another, each with the queries that share it."""
+    """One linear for queries, keys and values: for each head of keys the queries that share it, the key, the value."""
     ATTENTION_GATE = "attention_gate"
     """A linear with outputs for each query head (one, or as many as the head has values), sharded by heads."""
     ATTENTION_OUTPUT = "attention_output"
@@ -38,15 +38,15 @@ class Role(str, Enum):
     sharded by heads or channels."""
     LINEAR_ATTENTION_INPUT = "linear_attention_input"
     LINEAR_ATTENTION_OUTPUT = "linear_attention_output"
-    """The linears into it and out of it, sharded by heads."""
+    """The linears into linear attention and out of it, sharded by heads."""
     LINEAR_ATTENTION_PART = "linear_attention_part"
-    """Its convolution and its norm, sharded by heads where they have weights of each."""
+    """The convolution and the norm of linear attention, sharded by heads where each head has weights."""
     HEAD_NORM = "head_norm"
     """A norm inside of attention, over one head or over a latent; not sharded."""
     INDEXER = "indexer"
     """Anything in an attention that chooses keys for all heads, without a gradient; not sharded."""
     SHARDED_NORM = "sharded_norm"
-    """An RMS norm over all heads of an attention, or over all columns of an MLP: sharded as these, its mean is not."""
+    """An RMS norm over all heads of an attention or all columns of an MLP; sharded like them, its mean is over all."""
     POINTWISE = "pointwise"
     """Anything in an MLP that does the same to each column (a trained activation); not sharded."""
     MLP = "mlp"
@@ -55,7 +55,7 @@ class Role(str, Enum):
     UP = "up"
     """Linears from the hidden to the intermediate size, sharded along their output."""
     GATE_UP = "gate_up"
-    """Both in one linear: all gates, then all ups along its output."""
+    """Gate and up in one linear: all gates, then all ups along its output."""
     DOWN = "down"
     """The linear back to the hidden size, sharded along its input."""
     MOE = "moe"
@@ -126,7 +126,7 @@ PARENT: dict[Role, tuple[Role, ...]] = {
     Role.ROUTER: (Role.MOE,),
     Role.EXPERTS: (Role.MOE,),
 }
-"""Roles of the module that must hold a module of each role: one of them."""
+"""For each role, the roles of which a module around it must have one."""
 
 HEADS = "one head after another"
 ORDER: dict[Role, str] = {

@@ -41,7 +41,7 @@ def broken_rules(config: DsNpuConfig, doubtful: frozenset[str]) -> Iterator[Prob
 
 
 def _asked(config: DsNpuConfig, keys: tuple[str, ...], accepted: str) -> Iterator[Problem]:
-    """Refuse each of ``keys``, and each key of those that are sections, which asks for something."""
+    """Refuse each of ``keys`` that is switched on; of one that is a section, each key in it."""
     for path, value in switched_on(config):
         if f"{path}.".startswith(tuple(f"{key}." for key in keys)):
             yield Problem(f"ds_npu.{path}", value, accepted)
@@ -149,7 +149,7 @@ def _row_margin(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _blocks(config: DsNpuConfig) -> Iterator[Problem]:
-    """A weight of which ranks hold copies shares a scale with its neighbours, which differ by rank."""
+    """Refuse 8-bit moments where ranks hold copies of a weight, whose neighbours in a block differ by rank."""
     sharing = [axis for axis in ("tensor", "pipeline", "expert_tensor") if dict(config.parallel)[axis] > 1]
     if config.optimizer_memory.moments == "int8" and sharing:
         yield Problem(
@@ -160,7 +160,7 @@ def _blocks(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _planned_as_well(config: DsNpuConfig) -> Iterator[Problem]:
-    """Keys that a plan for a budget decides itself, or does not see."""
+    """Refuse keys that the plan for a budget decides itself, or does not take into account."""
     if config.recompute.budget_gib is not None:
         keys = ("swap", "pipeline.recompute", "moe.zero_memory")
         recompute = (f"recompute.{key}" for key, _ in config.recompute if key != "budget_gib")
@@ -175,7 +175,7 @@ def _recomputed_twice(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
-    """Keys that do not work with a forward and a backward that run together."""
+    """Refuse keys that do not work where a forward and a backward run together."""
     if not config.pipeline.overlap_experts:
         return
     why = "with ds_npu.pipeline.overlap_experts"
@@ -196,7 +196,10 @@ def _pairs(config: DsNpuConfig) -> Iterator[Problem]:
 
 
 def _vector_cores(config: DsNpuConfig) -> Iterator[Problem]:
-    """Communicators whose algorithms the vector cores run: HCCL can do that for one, and not deterministically."""
+    """Refuse ``aiv`` for several communicators, and with deterministic algorithms.
+
+    HCCL can do neither.
+    """
     modes = config.hccl.op_expansion_mode
     found = {name: mode for name, mode in modes.items() if mode == "aiv"}
     if len(found) > 1:

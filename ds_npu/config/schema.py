@@ -47,7 +47,7 @@ def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
 
 
 def leaves(schema: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The keys that hold a value, as (path within the section, schema); with those of nested sections."""
+    """The keys that hold a value, also in nested sections, as (path within the section, schema)."""
     for key, node in schema["properties"].items():
         if "properties" in node:
             yield from leaves(node, f"{prefix}{key}.")

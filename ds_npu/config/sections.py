@@ -28,7 +28,7 @@ from ds_npu.config.watch import WatchSection
 Plan = dict[ModuleGlob, Annotated[Role, Field(strict=False)]]
 TensorOverlap = Literal["none", "pipelined", "fused"]
 PLANNED = "planned"
-"""The plan for ``recompute.budget_gib`` chooses the tokens of a chunk of the loss."""
+"""The value with which the plan for ``recompute.budget_gib`` chooses the tokens of a chunk of the loss."""
 ChunkedLossTokens = bool | Literal["planned"] | AtLeastOne
 MemoryReport = bool | Annotated[str, Field(pattern=r"\.svg$", description="the name of an .svg file")]
 

@@ -10,7 +10,7 @@ from ds_npu.config.problems import Config, Problem
 MUON = "use_muon"
 """DeepSpeed's setting of the parameter groups that Muon steps."""
 BY_ELEMENT = "momentum_by_element"
-"""The setting of groups whose momenta lie as their weights do; DeepSpeed's own in ZeRO 1 and 2 do not."""
+"""The setting of groups whose momenta have the order of the weights; in ZeRO 1 and 2 DeepSpeed's own have another."""
 ZERO = "zero_optimization"
 OFFLOADS = (f"{ZERO}.offload_optimizer.device", f"{ZERO}.offload_param.device")
 
@@ -21,7 +21,7 @@ def is_muon(ds_config: Config) -> bool:
 
 
 def muon_problems(ds_config: Config) -> Iterator[Problem]:
-    """The keys of ``ds_config`` with which Muon, if it has that, cannot step whole matrices."""
+    """The keys of ``ds_config`` with which Muon cannot step whole matrices; none where it asks for no Muon."""
     if is_muon(ds_config):
         yield from against_whole_matrices(ds_config)
 

@@ -19,7 +19,7 @@ SET: tuple[tuple[str, Any, str], ...] = (
     ("compile.deepcompile", True, "the compiled backward reduces gradients"),
     ("torch_autocast.enabled", True, "gradients have several dtypes"),
 )
-"""Keys of DeepSpeed, the value with which its own code communicates, and why."""
+"""Keys of DeepSpeed, the value with which DeepSpeed's own code does the communication, and why."""
 
 PREFETCH = f"{ZERO}.stage3_prefetch_bucket_size"
 SET_3: tuple[tuple[str, Any, str], ...] = (

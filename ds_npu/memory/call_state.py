@@ -11,7 +11,7 @@ from ds_npu.parallel.tensor.randomness import generator_states, restore_generato
 
 
 class CallState:
-    """The states of the CPU and of the current device of ``device_type`` now; the host does not wait for the device."""
+    """The present random and autocast states of the CPU and of the current device; the host does not wait for it."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

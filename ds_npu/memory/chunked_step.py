@@ -92,7 +92,7 @@ class StateTransfers:
             chunk.sent = slot.emptied = outward.record_event()
 
     def end(self) -> None:
-        """Free the slots when no copy uses them any more; after a step that raised, too."""
+        """Free the slots once no copy uses them; called after a step that raised, too."""
         for stream in self._streams or ():
             self._module.current_stream(self._device).wait_stream(stream)
         self._slots, self._worked_in = [], None
@@ -147,7 +147,7 @@ class ChunkedStep:
 
     @torch.no_grad()
     def __call__(self, closure: object = None) -> None:
-        """Step every master of the optimizer's groups that has a gradient; the masters then show their weights."""
+        """Step every master of the optimizer's groups that has a gradient; a master then holds its rounded weights."""
         if closure is not None:
             raise ValueError("step(closure): found one; ds_npu.optimizer_memory steps without, as ZeRO does")
         found = [

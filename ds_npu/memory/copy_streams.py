@@ -16,9 +16,9 @@ import torch
 from ds_npu.memory.host_storage import StorageCopy
 
 Times = list[torch.Event]
-"""Timing events of the computing stream and of the one to the host; none on the CPU."""
+"""Timing events on the computing stream and on the stream to the host; none on the CPU."""
 SLOTS = 2
-"""One code is encoded or decoded while another is copied."""
+"""Codes at a time: one is encoded or decoded while another is copied."""
 
 
 @dataclass

@@ -18,16 +18,16 @@ from torch import nn
 class HostSnapshot:
     """One snapshot at a time; its memory is kept for the next one.
 
-    ``device_type``: that of the tensors that are copied behind other work; those on the host are copied at once.
+    Tensors on ``device_type`` are copied behind other work, tensors on the host at once.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._copies: dict[int, torch.Tensor] = {}
-        """Host memory, [bytes] uint8, by the number of its storage."""
+        """The copy of each storage in host memory, [bytes] uint8, by the storage's address."""
         self._sources: list[torch.Tensor] = []
         self._used: list[tuple[tuple[int, bool], torch.Tensor]] = []
-        """The memory of this snapshot, with its bytes and whether it is pinned."""
+        """The memory of this snapshot: ((bytes, whether it is pinned), tensor)."""
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._stream: torch.Stream | None = None
         self._arrived: torch.Event | None = None
@@ -57,7 +57,7 @@ class HostSnapshot:
     def memory_like(self, x: torch.Tensor) -> torch.Tensor:
         """Host memory of the shape and dtype of ``x``, to be written to within ``behind``; ``x`` is contiguous.
 
-        ``of`` returns it as the copy that it is. Nobody may read it before ``wait`` has returned.
+        ``of`` does not copy it once more. Nobody may read it before ``wait`` has returned.
         """
         target = self._host_memory(x.numel() * x.element_size(), pinned=self._device_type != "cpu")
         self._copies[target.untyped_storage()._cdata] = target
@@ -65,7 +65,7 @@ class HostSnapshot:
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """Queue what is within it on the stream of copies, behind what the computing stream has."""
+        """A context that queues operations on the stream of copies, behind those of the computing stream."""
         if self._device_type == "cpu":
             yield
             return
@@ -82,7 +82,7 @@ class HostSnapshot:
             source.record_stream(self._stream)
 
     def finish(self) -> None:
-        """Record that all was asked for."""
+        """Record the event after which all copies have arrived."""
         if self._stream is not None:
             self._arrived = self._stream.record_event()
 

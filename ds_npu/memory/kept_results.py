@@ -65,7 +65,7 @@ class KeptResults:
 
 
 class Recording(TorchDispatchMode):
-    """Keeps results; ``hold`` makes the substitute of a tensor."""
+    """Keeps the results of chosen operators; ``hold`` makes the substitute of a tensor."""
 
     def __init__(self, kept: KeptResults, hold: Callable[[torch.Tensor], HeldTensor]) -> None:
         TorchDispatchMode.__init__(self)

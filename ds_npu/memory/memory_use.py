@@ -39,7 +39,7 @@ class MemoryUse:
     outside: int | None
     """Device memory outside of the allocator at the end of the step: buffers of HCCL, the runtime."""
     curve: list[tuple[int, Bytes]]
-    """Points: storages made or freed so far, and bytes held; each is the highest of its neighbours."""
+    """Points: the number of storages made or freed before, and the bytes held; of neighbours the highest."""
 
     @property
     def peak(self) -> int:

@@ -36,7 +36,7 @@ class RecomputationError(RuntimeError):
 
 
 class _EnoughError(Exception):
-    """All that backward needs has been computed."""
+    """Ends a recomputation: all that backward needs has been computed."""
 
 
 class _Handle:
@@ -53,10 +53,10 @@ class _Output:
 
     of: Recomputation
     version: int
-    """The output's, when it was made."""
+    """The output's version when it was made."""
     dtype: torch.dtype
     offset: int
-    """The output's, in its storage."""
+    """The output's offset in its storage."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ OUTPUT: TensorAttribute[_Output] = TensorAttribute("ds_npu_output")
 
 
 def hold_tensor(tensor: torch.Tensor) -> HeldTensor:
-    """Hold ``tensor`` by the Recomputation that makes it, on the host where it is swapped, or else itself."""
+    """Return a substitute for ``tensor``: the Recomputation that makes it, its copy on the host, or itself."""
     with torch._C.DisableTorchFunctionSubclass():
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         output = OUTPUT.get(tensor.untyped_storage()) if plain else None
@@ -103,9 +103,9 @@ class Recomputation:
     def __init__(
         self, function: Callable[..., Any], device_type: str, stops_early: bool = True, kept: Iterable[str] = ()
     ) -> None:
-        """``stops_early``: computing again ends when the last saved tensor is there, before the function does.
+        """``stops_early``: computing again ends with the last saved tensor, not with the function.
 
-        ``kept``: operators whose results are kept (``kept_results.OPERATORS``), of a function that stops early.
+        ``kept``: keys of ``kept_results.OPERATORS``, whose results are kept; only where it stops early.
         """
         self._function, self._stops_early = function, stops_early
         self._results = KeptResults(kept, device_type) if kept else None

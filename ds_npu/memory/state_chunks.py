@@ -171,8 +171,8 @@ class StateShard:
     def use_pieces(self, gradient: Iterable[torch.Tensor] | None) -> None:
         """Use the next step's gradient in DeepSpeed's pieces of it, in order.
 
-        The master's own is then a placeholder, each element of which is the factor of scaling and clipping. None: the
-        master's own is the gradient.
+        ``master.grad`` is then a placeholder, each element of which is the factor of scaling and clipping. None:
+        ``master.grad`` is the gradient.
         """
         if gradient is None:
             self._pieces = None
@@ -206,6 +206,6 @@ class StateShard:
 
 
 def elementwise(state: Mapping[str, object], of: torch.Tensor) -> Values:
-    """The tensors of ``state`` that have an element for each one of ``of``."""
+    """The tensors of ``state`` that have the shape of ``of``."""
     found = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
     return {name: each for name, each in found.items() if each.shape == of.shape}

@@ -68,7 +68,7 @@ class SwappedStorage:
         self._held = None
 
     def begin_return(self) -> StorageCopy | None:
-        """Return the copy back; None where the storage is on the device, or on its way."""
+        """Return the copy back to the device; None where the storage is there, or on its way."""
         if self._held is not None or self._again is not None or self._on_host is None:
             return None
         return StorageCopy(torch.empty(self.size, dtype=torch.uint8, device=self._device), self._on_host)
@@ -141,8 +141,8 @@ class ActivationSwap:
         """``ends``: the number of modules up to the end of each pipeline stage of the rank.
 
         ``hidden_only``: once times are known, only so much of each module is copied that a copy takes no longer than
-        the module computes. A later pipeline rank, at which ``share`` of the most forwards of any rank wait at a time,
-        copies only so much that it keeps as much on the device as the rank with the most.
+        the module computes. ``share``: forwards that wait at a time on this pipeline rank, over the most of any rank;
+        below 1, only so much is copied that as many bytes remain on the device as on the rank with the most.
 
         ``depth``: modules whose copies back are begun ahead; None: as many as needed by the measured times.
         ``compresses``: copies are lossless codes where dtype and size allow.
@@ -229,7 +229,7 @@ class SwapGroup:
         self.is_reached = False
 
     def storage_of(self, tensor: torch.Tensor) -> SwappedStorage | None:
-        """Return the one SwappedStorage of all tensors in it; None where ``tensor`` was modified since."""
+        """Return the SwappedStorage that tensors of one storage share; None where ``tensor`` was modified since."""
         storage = tensor.untyped_storage()
         known = SWAPPED_STORAGE.get(storage)
         found = None if known is None else known()
@@ -285,7 +285,7 @@ class SwappedForward:
 
     @contextmanager
     def call(self, index: int, kept: Iterable[torch.Tensor]) -> Iterator[None]:
-        """A context for the call of the module at ``index`` among all."""
+        """A context for the call of the module at ``index`` among all swapped ones."""
         depth = self._swap.depth
         streams = self._swap.streams
         remains = self._swap.remains(index)

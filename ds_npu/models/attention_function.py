@@ -183,7 +183,10 @@ def _mask_of(
 
 
 def mask_of_module(module: nn.Module, arguments: Keywords) -> Mask:
-    """The Mask of a call without one: causal, with rows at the last keys, unless the module or call says otherwise."""
+    """The Mask of a call that has none.
+
+    It is causal, with the rows at the last keys, unless the module or the call says otherwise.
+    """
     causal = arguments.get("is_causal")
     if causal is None:
         causal = attribute(module, "is_causal", bool) if has_attribute(module, "is_causal") else True
@@ -196,7 +199,7 @@ def mask_of_module(module: nn.Module, arguments: Keywords) -> Mask:
 
 
 class _Once:
-    """Caches ``make(tensor)`` until the tensor changes or is gone: all layers of a model are given the same one."""
+    """Caches ``make(tensor)`` until the tensor changes or is gone: all layers of a model are given the same tensor."""
 
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         self.make = make

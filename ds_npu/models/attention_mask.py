@@ -124,7 +124,7 @@ def pattern_of(function: Callable[..., Any]) -> Pattern | None:
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The functions whose conjunction ``function`` is."""
+    """The functions that ``function`` joins by "and"; itself where it joins none."""
     name = function.__qualname__ if inspect.isfunction(function) else ""
     if name == "and_masks.<locals>.and_mask":
         for each in inspect.getclosurevars(function).nonlocals["mask_functions"]:
@@ -166,7 +166,7 @@ def padding_bounds(seen: torch.Tensor) -> list[tuple[int, int] | None]:
 
 
 def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int) -> PackedMask | None:
-    """A document for each sample, of its keys that are not padding and the rows that see one of them.
+    """A PackedMask with a document for each sample: its keys that are not padding, and the rows that see any of them.
 
     None where a band cannot express it.
     """
@@ -187,7 +187,10 @@ def _padded(pattern: Pattern, bounds: list[tuple[int, int] | None], length: int)
 
 
 def _tokens(parts: list[range], length: int) -> torch.Tensor | None:
-    """The indices among the B · S tokens of ``parts``, one for each sample; None if they are all."""
+    """Indices, among the B · S tokens, of ``parts``: a range for each sample.
+
+    None if these are all tokens.
+    """
     if all(len(part) == length for part in parts):
         return None
     return torch.cat([torch.arange(part.start, part.stop) + i * length for i, part in enumerate(parts)])

@@ -109,7 +109,7 @@ def _other_outputs(linears: Iterable[nn.Module], expected: int, what: str) -> It
 
 
 def _wrong_norms(shape: AttentionShape, linears: Linears) -> Iterator[tuple[nn.Module, str]]:
-    """Yield each norm that is over all heads, or over one, where its role says the other."""
+    """Yield each norm whose width does not fit its role (over one head, over all heads), and why."""
     latents = [kinds.sizes(each)[0] for role in (Role.LATENT_QUERY, Role.LATENT_KEY_VALUE) for each in linears[role]]
     latents += [each // 2 for each in latents if each % 2 == 0 and linears[Role.LATENT]]
     for norm in linears[Role.HEAD_NORM]:

@@ -169,7 +169,7 @@ def _wrong_sizes(modules: dict[str, nn.Module], plan: ModelPlan, linears: Mappin
 
 
 def _replicated_note(name: str, plan: ModelPlan, draft: Draft) -> str:
-    """Note replicated modules of the user in the attention or MLP of ``name``: without them, others may not fit."""
+    """A note for an error about ``name``: the modules in its attention or MLP that the user has replicated."""
     holder = plan.around(name, Role.ATTENTION, Role.MLP)
     whole = [each for each in plan.inside(holder, Role.REPLICATED) if each in draft.given] if holder else []
     named = ", ".join(each.rpartition(".")[2] for each in whole)
@@ -177,7 +177,7 @@ def _replicated_note(name: str, plan: ModelPlan, draft: Draft) -> str:
 
 
 def _different_blocks(modules: dict[str, nn.Module], plan: ModelPlan) -> Iterator[Fault]:
-    """The same module in two blocks must have the same role; dense and MoE blocks hold modules of other classes."""
+    """Modules whose role differs from that of the same module, by name and class, in another block."""
     first: dict[tuple[str, type], str] = {}
     for name, role in plan.roles.items():
         block = plan.block(name)

@@ -25,7 +25,7 @@ GATES_FIRST = {
     "MiniMaxM3VLDenseMLP": ("gate_up_proj", "down_proj"),
     "MoshiGatingMLP": ("fc1", "fc2"),
 }
-"""MLPs of transformers with all gates before all ups in one linear: the names of this one and of the one back."""
+"""MLPs of transformers with all gates before all ups in one linear: the names of that and of the down projection."""
 BY_STYLE = {"colwise": Role.COLUMN, "rowwise": Role.ROW}
 """Roles by the style of a linear in transformers' plan, where its name says nothing."""
 
@@ -33,7 +33,7 @@ BY_STYLE = {"colwise": Role.COLUMN, "rowwise": Role.ROW}
 def mlp_roles(children: Mapping[str, nn.Module], styles: Mapping[str, str | None], hidden: int) -> dict[str, Role]:
     """The roles of the linears among ``children``, the parts of an MLP, by attribute; empty where it is none.
 
-    ``styles``: transformers' own, of those that have one; ``hidden``: the width of hidden states.
+    ``styles``: their styles in transformers' plan, None without one; ``hidden``: the width of hidden states.
     """
     linears = {name: each for name, each in children.items() if kinds.is_linear(each)}
     named = {name: IN_MLP.get(name) or BY_STYLE.get(styles.get(name) or "") for name in linears}
@@ -42,7 +42,10 @@ def mlp_roles(children: Mapping[str, nn.Module], styles: Mapping[str, str | None
 
 
 def pair_roles(linears: Mapping[str, nn.Module], hidden: int) -> dict[str, Role]:
-    """UP (or GATE and UP) and DOWN of two or three linears, whatever their names, where their sizes are those."""
+    """UP (or GATE and UP) and DOWN among two or three linears, by their sizes alone.
+
+    Empty where the sizes do not fit.
+    """
     sizes = [kinds.sizes(each) for each in linears.values()]
     names = list(linears)
     if len(sizes) not in (2, 3) or sizes[0][0] != hidden:

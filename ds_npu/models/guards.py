@@ -24,8 +24,8 @@ SAVE, COMPILE = "save_pretrained", "compile"
 SHARDED_BY = {"tensor": "weights", "context": "sequences"}
 """The part of a model that each key of ``ds_npu.parallel`` shards."""
 Check = Callable[[str, Mapping[str, torch.Tensor] | None, bool], None]
-"""``check(folder, weights, writes)`` raises to refuse: ``weights`` are to be written (None: the model's own), by a
-process that writes them or one that takes part only."""
+"""``check(folder, weights, writes)`` raises to refuse that ``weights`` (None: the model's own) are saved; ``writes``:
+whether this process writes them, or only takes part."""
 
 
 @runtime_checkable
@@ -34,7 +34,10 @@ class _Saves(Protocol):
 
 
 class GuardedSave:
-    """The ``save_pretrained`` of one ``model``: after all ``checks``, the plain model writes weights it is given."""
+    """The ``save_pretrained`` of one ``model``: it runs ``checks`` first.
+
+    The plain model saves a state dict that is given.
+    """
 
     def __init__(self, model: nn.Module, save: Callable[..., None]) -> None:
         self.model, self.save, self.checks = model, save, list[Check]()

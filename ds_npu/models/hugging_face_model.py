@@ -17,7 +17,7 @@ from ds_npu.models import names
 from ds_npu.models.attributes import attribute
 
 FLOAT32_TOLERANCE = 1e-5
-"""Relative to the largest value: transformers' models compute some of their parts in float32, also in float64."""
+"""Relative to the largest value: models of transformers compute some parts in float32 even in a float64 model."""
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def outermost_hugging_face_models(model: nn.Module) -> list[HuggingFaceModel]:
 
 
 def decoder_of(inner: HuggingFaceModel) -> nn.Module:
-    """The decoder of ``inner``; itself where what it calls so holds no blocks (ModernBERT's decoder is its head)."""
+    """The decoder of ``inner``; ``inner`` itself where its ``get_decoder`` returns no blocks (ModernBERT: its head)."""
     stated = inner.get_decoder()
     return stated if any(isinstance(each, nn.ModuleList) for each in stated.modules()) else inner
 

@@ -126,7 +126,7 @@ class _Assignment(RoleAssigner):
         return "Rotary" in type(self.tree.module(name)).__name__
 
     def replicate_others(self) -> None:
-        """Replicate what nothing else was said of, outside of attentions and MLPs: hidden states are whole there."""
+        """Replicate modules without a role outside of attentions and MLPs, where hidden states are whole."""
         whole = (Role.ATTENTION, Role.LINEAR_ATTENTION, Role.MLP, Role.EXPERTS)
         regions = [name for name, reals in self.tree.reals.items() if self.draft.roles.get(reals[-1]) in whole]
         for name, reals in self.tree.reals.items() if regions else ():
@@ -182,7 +182,7 @@ class _Assignment(RoleAssigner):
                 self.linear(self.innermost(name), self.in_order(attention, IN_ATTENTION[attribute]))
 
     def innermost(self, name: str) -> str:
-        """The one linear that ``name`` holds, where it has no weights of its own (Moshi)."""
+        """The only linear that ``name`` holds, where it has no weights of its own (Moshi); else ``name``."""
         inner = list(self.tree.within(name).values())
         is_holder = not kinds.own_shapes(self.tree.module(name)) and len(inner) == 1
         return inner[0] if is_holder and kinds.is_linear(self.tree.module(inner[0])) else name

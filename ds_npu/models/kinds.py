@@ -21,7 +21,7 @@ ON_TOKENS = {
     *("DbrxNormAttentionNorm", "Gemma3nTextAltUp", "Gemma3nTextLaurelBlock", "JetMoeParallelExperts", "MoshiLinear"),
     *("Llama4TextL2Norm", "ModernBertDecoderEmbeddings", "ModernBertDecoderPredictionHead"),
 }
-"""Classes of transformers of other names and shapes that compute each token from that token, but in attentions."""
+"""Further classes of transformers that compute each token from that token alone, apart from attentions in them."""
 CALLING_FOR_EACH_EXPERT = {"DbrxExperts"}
 """Classes of modules that call an inner one, which holds all experts, once for each expert that has a token."""
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterDict, nn.Sequential)

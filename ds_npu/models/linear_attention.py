@@ -29,7 +29,7 @@ CLASSES = {
     ),
     LinearAttention.SHORT_CONVOLUTION: re.compile(r"^Lfm(2|2Moe|3)ShortConv$"),
 }
-"""The names of transformers' classes."""
+"""The class names of transformers' layers of each kind."""
 INPUTS = re.compile(r"^(in_proj(_(qkvz|ba|qkv|z|b|a))?|[qkvabg]_proj)$")
 OUTPUTS = ("out_proj", "o_proj")
 """The names of the linears into a layer and out of it."""

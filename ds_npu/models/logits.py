@@ -31,7 +31,7 @@ Likeliest = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class LogitsShard(Shard):
-    """The logits that a ShardCopy is a shard of."""
+    """The whole logits, of which a ShardCopy is one rank's shard."""
 
     likeliest: Likeliest
 

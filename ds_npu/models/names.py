@@ -33,12 +33,12 @@ def plain(name: str) -> str:
 
 
 def parent(name: str) -> str:
-    """The name of the module that holds the one of ``name``; "" for the model."""
+    """The name of the module that holds the module ``name``; "" for the model."""
     return name.rpartition(".")[0]
 
 
 def owner(name: str) -> str:
-    """The name of the module that holds the one of ``name`` in the model without PEFT."""
+    """The name of the module that holds the module ``name`` in the model without PEFT."""
     return next(each for each in ancestors(name) if plain(each) == parent(plain(name)))
 
 
@@ -48,7 +48,7 @@ def is_copy(name: str) -> bool:
 
 
 def is_adapted(name: str) -> bool:
-    """Whether ``name`` is in PEFT's adapter, or in the layer that it is added to."""
+    """Whether the module ``name`` is in a LoRA adapter of PEFT, or in the layer that an adapter is added to."""
     parts = name.split(".")
     return BASE_LAYER in parts or any(part.startswith("lora_") for part in parts)
 
@@ -61,7 +61,7 @@ def ancestors(name: str) -> Iterable[str]:
 
 
 def is_inside(name: str, other: str) -> bool:
-    """Whether the module ``name`` is the one of ``other`` or in it; all modules are in the model ("")."""
+    """Whether the module ``name`` is the module ``other`` or inside it; all modules are in the model ("")."""
     return not other or f"{name}.".startswith(f"{other}.")
 
 

@@ -29,7 +29,8 @@ FUSED_ORDERS: dict[str, Role] = {
     "MptAttention": Role.QUERY_KEY_VALUE,
     "DbrxAttention": Role.QUERY_KEY_VALUE,
 }
-"""The order inside of the fused linear of attentions of transformers, by class; with one head of keys all are alike."""
+"""The order of queries, keys and values in transformers' fused linears, by the class of the attention. With one head of
+keys, all orders are the same."""
 STYLES: dict[str, tuple[Role, ...]] = {
     "colwise": (
         *(Role.QUERY, Role.KEY, Role.VALUE, Role.LATENT_QUERY, Role.LATENT_KEY_VALUE, Role.GATE, Role.UP),

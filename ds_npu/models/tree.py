@@ -41,7 +41,7 @@ class Tree:
 
     @cached_property
     def reals(self) -> dict[str, list[str]]:
-        """The modules of each plain name: several where PEFT keeps copies, none of other stages."""
+        """The full names of each plain name: several where PEFT keeps copies; modules of other stages are left out."""
         found: dict[str, list[str]] = {}
         for name, module in self.model.named_modules():
             inner = dict(module.named_children())
@@ -58,7 +58,7 @@ class Tree:
         return found
 
     def within(self, name: str) -> dict[str, str]:
-        """The plain names of the modules directly in the one of plain name ``name``, by attribute."""
+        """The plain names of the modules directly in the module of plain name ``name``, by attribute."""
         return self._children.get(name, {})
 
     @cached_property

@@ -24,7 +24,7 @@ OTHERS = frozenset(
         "reduce_gradients_at_owner",
     }
 )
-"""Its other attributes of a parameter (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param)."""
+"""DeepSpeed's other attributes of a parameter (runtime/zero/partition_parameters.py, _convert_to_deepspeed_param)."""
 
 
 def unpartitioned_shape(parameter: torch.Tensor) -> tuple[int, ...]:

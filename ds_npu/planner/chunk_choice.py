@@ -66,7 +66,7 @@ class ChunkedHead:
         )
 
     def options(self, machine: Machine) -> tuple[Option, ...]:
-        """A chunk of each size, the smallest first; its parts are its number of tokens."""
+        """An option for each size of chunks, the smallest first; its ``parts`` are the number of tokens."""
         sizes = self.chunk_sizes()
         least = min(self.seconds(size, machine) for size in sizes)
         return tuple(

@@ -36,11 +36,11 @@ class Communicator:
     mib: int
     count: int = 1
     box: Box = ()
-    """The layout of its ranks; empty for those of pairs, and for second ones of the same ranks."""
+    """The layout of its ranks; empty for communicators of pairs, and for second ones of the same ranks."""
     is_set: bool = False
     """Whether the section says how large its buffers are."""
     only_checkpoints: bool = False
-    """Whether steps do not use it."""
+    """Whether only checkpoints use it."""
 
     @property
     def device_mib(self) -> int:
@@ -133,8 +133,8 @@ class CommunicatorPlan:
     def options(self, ranks: Sequence[int], name: str = "") -> dict[str, int]:
         """The ``hccl_config`` of torch_npu for the communicator of ``ranks``.
 
-        ``name`` is that of a context group, of ranks that share a weight, or of a second communicator of ranks that
-        have one; their messages are taken to be large. The grid names the others.
+        ``name``: of a context group, of ranks that share a tied weight, or of a second communicator of the same ranks,
+        whose messages are taken to be large; empty for groups along axes.
         """
         if name:
             return self.hccl.options(name, default_mib(GROUP_BUFFER))
@@ -154,7 +154,7 @@ class CommunicatorPlan:
         """The communicators that a rank opens by the end of a step and a checkpoint, the most of all ranks.
 
         ``algorithm`` shards the sequences of a Hugging Face model; None: nothing does, or it is not known yet. With
-        pipeline ranks the model is cut ``in_stages`` by ds_npu, or is a PipelineModule. Experts' communicators are
+        pipeline ranks ds_npu cuts the model (``in_stages``), or it is a PipelineModule. Experts' communicators are
         counted where the degrees have them, although only a model with weights on the expert view opens them.
         ``shown``: sizes of messages that the texts tell.
         """

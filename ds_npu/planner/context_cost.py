@@ -29,7 +29,7 @@ CAUSAL_ROWS = 0.75
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's attention in a micro-batch of ``samples`` of ``length`` tokens; the heads are all tensor ranks'."""
+    """Attention of one layer, with all tensor ranks' heads, in a micro-batch of ``samples`` of ``length`` tokens."""
 
     shape: AttentionShape
     length: int
@@ -217,12 +217,12 @@ class _Rank:
 
 
 def _others(heads: Sequence[int]) -> int:
-    """Heads that the rank with the fewest sends of its tokens: those of all other ranks."""
+    """The most heads that a rank sends of its own tokens: all but its own heads, where these are the fewest."""
     return sum(heads) - min(heads)
 
 
 def _returned(heads: Sequence[int]) -> int:
-    """Heads that the rank with the most sends back, counted for each other rank."""
+    """The most heads that a rank sends back: all of its own, to each other rank for that rank's tokens."""
     return (len(heads) - 1) * max(heads)
 
 

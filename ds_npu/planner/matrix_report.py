@@ -43,7 +43,7 @@ def matrix_lines(
     machine: Machine,
     partition: Partition = contiguous,
 ) -> Iterator[str]:
-    """Lines about the matrices of the first pipeline stage, in such a ``partition`` of ZeRO 1 and 2; or none."""
+    """Lines about the matrices of the first pipeline stage, if any; ``partition``: how ZeRO 1 and 2 partition them."""
     plans = planned_portions(weights, degrees, zero_stage, len(COEFFICIENTS[coefficients]), partition)
     if not plans:
         return

@@ -142,9 +142,9 @@ class Buckets:
     """The buffers in which ZeRO collects gradients."""
 
     elements: int
-    """Elements of each, as the config says."""
+    """Elements of each bucket, as the config says."""
     size: int
-    """Bytes of all of them."""
+    """Bytes of all buckets."""
     largest_weight: int
     """Elements of the model's largest weight, which is all that a bucket need hold."""
 

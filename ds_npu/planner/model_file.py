@@ -59,7 +59,7 @@ def hidden_size_of(path: str) -> int:
 
 
 def message_settings_of(path: str) -> dict[str, int | None]:
-    """Sizes of the language model at ``path`` that tell those of its messages (``SIZES``); None: it has no such one."""
+    """The settings SIZES of the language model at ``path``, which tell how large its messages are; None: not stated."""
     _, found = _language_model(path)
     values = {name: found.value(name) for name in SIZES}
     return {name: value if type(value) is int and value > 0 else None for name, value in values.items()}

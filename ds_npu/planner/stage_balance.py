@@ -13,10 +13,10 @@ def counts_by_rank(
 ) -> list[int]:
     """The number of consecutive blocks of each stage: work is divided evenly over ranks.
 
-    ``rank_of``: the rank of each stage; ``work``: the factor of its costs (more where it runs a forward again);
-    ``costs``, ``behind``: as in ``balanced_counts``, which is the answer where each rank has one stage and all work
-    alike. Elsewhere single blocks are moved until the slowest rank gets no faster, and then until the squares of the
-    stages' loads add up to the least. Raises ValueError where there are fewer blocks than stages.
+    ``rank_of``: the rank of each stage; ``work``: the factor of a stage's costs (more where it runs a forward again);
+    ``costs``, ``behind``: as in ``balanced_counts``, whose result is returned where each rank has one stage and all
+    factors are equal. Elsewhere single blocks are moved until the slowest rank gets no faster, and then until the sum
+    of the squares of the stages' loads is the least. Raises ValueError where there are fewer blocks than stages.
     """
     stages = len(rank_of)
     counts = balanced_counts(costs, stages, behind)
@@ -42,7 +42,7 @@ def counts_by_rank(
 
 
 def _is_less(found: tuple[float, float], best: tuple[float, float]) -> bool:
-    """Whether ``found`` is before ``best``, by more than rounding."""
+    """Whether the score ``found`` is less than ``best``, by more than rounding."""
     for one, other in zip(found, best, strict=True):
         if abs(one - other) > ROUNDING * other:
             return one < other

@@ -37,7 +37,7 @@ class SwapPattern:
 
     @cached_property
     def behind(self) -> dict[int, int]:
-        """The next swapped layer of the same stage, for each layer that waits on the host."""
+        """For each layer that waits on the host, the next swapped layer of its stage."""
         return {
             index: after
             for index, after in itertools.pairwise(self.layers)

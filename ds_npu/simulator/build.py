@@ -48,7 +48,7 @@ LINKED = ("libtorch_cpu.so", "libc10.so")
 TORCH_NPU = "libtorch_npu.so"
 
 CONTENTS = "simulated.json"
-"""File of the functions of CANN's interface that each source has."""
+"""File that lists, for each source, its functions of CANN's interface."""
 
 TORCH_INCLUDE = "#include <ATen/ATen.h>"
 SECONDS_A_FILE = 4.8
@@ -56,7 +56,7 @@ SECONDS_A_FILE = 4.8
 SECONDS_BETWEEN = 10
 """Seconds between two lines of progress."""
 MOST_WITHOUT = 2
-"""Files per core up to which headers are not precompiled, which would take as long."""
+"""Half the number of files up to which headers are not precompiled, since that would take as long."""
 
 CANN_FOLDERS = ("runtime", "compiler", "opp")
 
@@ -64,7 +64,7 @@ MSPROF = Path(__file__).parent / "msprof.py"
 """The stand-in of CANN's program that exports profiles."""
 MSPROF_SCRIPT = Path("tools/profiler/profiler_tool/analysis/msprof/msprof.py")
 MSPROF_FOLDER = Path("tools/profiler/bin")
-"""In CANN's folder: the script that torch_npu looks for, and the folder of the command ``msprof``."""
+"""Paths in CANN's folder: of the script that torch_npu looks for, and of the folder of the command ``msprof``."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Toolchain:
 
     @staticmethod
     def found() -> Toolchain:
-        """Find it without importing torch or torch_npu. Raises BuildError for what is missing."""
+        """Find all three without importing torch or torch_npu. Raises BuildError for what is missing."""
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None or shutil.which(compiler) is None:
             raise BuildError(

@@ -11,7 +11,7 @@ from ds_npu.simulator.build import CONTENTS, SOURCES
 
 
 def markdown(home: Path) -> str:
-    """A point for each source of the build in ``home``: its purpose and its functions of CANN's interface."""
+    """A list item for each source of the build in ``home``: its purpose and its functions of CANN's interface."""
     lines = []
     for source, functions in sorted(json.loads((home / CONTENTS).read_text()).items()):
         shown = [name for name in functions if not name.endswith("GetWorkspaceSize")]

@@ -48,7 +48,7 @@ COLLECTIVES = {
     "HcclBatchSendRecv": "hcom_batchSendRecv_",
 }
 READ, WRITTEN = 0, 1
-"""How a task touches a tensor, as a line of the profile has it; 2: both."""
+"""The numbers by which a profile says how a task touches a tensor; 2: it reads and writes it."""
 NONE = 2**32 - 1
 """CANN's number of a context or model that a task does not have."""
 TABLES = """
@@ -106,7 +106,7 @@ def export(folder: Path) -> None:
 
 
 def _tasks(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The tasks that cost something, of streams."""
+    """The tasks of streams, without those that take no time."""
     with path.open() as file:
         for line in file:
             task = json.loads(line.rstrip().removesuffix(","))

@@ -1,10 +1,10 @@
 """Finds races in a recorded run: two touches of the same bytes of an NPU, one of them a write, that nothing orders.
 
-What orders tasks of a process: each stream does its own one after the other, an event comes after what its stream was
-given before it was recorded, a stream that waits for an event goes on after it, and the host knows what it has waited
-for, or has been told on asking, before it puts a further task on a stream. Vector clocks (Mattern 1989) count, for each
-stream, up to which of its tasks that is known. A collective ends on all its ranks at the same time, so other processes
-need not be looked at. Bytes of tensors are sets with strides, not ranges.
+Three things order the tasks of a process. A stream runs its tasks one after the other. A stream that waits for an event
+goes on after all tasks that the recording stream was given before the record. And a task comes after the events that
+the host had waited for, or had found reached, before it put the task on its stream. Vector clocks (Mattern 1989) count,
+for each stream, up to which of its tasks that is known. A collective ends on all its ranks at the same time, so other
+processes need not be looked at. Bytes of tensors are sets with strides, not ranges.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_npu.simulator.replay.recording import RecordedAction, RecordedRun
 READ = 0
 """The access of a touch that only reads, as the trace has it."""
 MOST_PIECES = 1 << 22
-"""Most pieces of memory of a tensor that are compared; of a tensor with more, its range is."""
+"""Most pieces of a tensor's memory that are compared; a tensor with more counts as one whole range."""
 HOST = (-1, 0)
 """The stream of what the host does itself."""
 
@@ -46,7 +46,7 @@ class Bytes(NamedTuple):
         return self.last - self.first == self.piece()[0]
 
     def piece(self) -> tuple[int, list[tuple[int, int]]]:
-        """The bytes of a piece without a gap, and the dims that repeat it."""
+        """The bytes in a piece without a gap, and the dims that repeat the piece."""
         length, dims = self.item, list(self.dims)
         while dims and dims[-1][1] == length:
             length *= dims.pop()[0]
@@ -82,7 +82,7 @@ class Race:
 
 
 def races(recording: RecordedRun) -> Iterator[Race]:
-    """The races of each process, one for each two callers in the program (Python stacks and operators)."""
+    """The races of each process, one for each pair of callers in the program (Python stacks and operators)."""
     for actions in recording.processes.values():
         seen: set[tuple[str, ...]] = set()
         for race in _races(actions):
@@ -133,7 +133,7 @@ def _bytes(address: int, item: int, sizes: Sequence[int], strides: Sequence[int]
 
 
 class Memory:
-    """The touches that a later one may race with, by parts of memory. All bytes of a part have the same ones."""
+    """The touches that a later one may race with, by parts of memory: all bytes of a part have the same touches."""
 
     def __init__(self) -> None:
         self._begins: list[int] = [0]
@@ -141,7 +141,10 @@ class Memory:
         self._touches: list[list[Touched]] = [[]]
 
     def touched(self, touch: Touched, clock: Clock) -> Iterator[Race]:
-        """The races of ``touch`` with those before it; then it is one of them, in place of those that it covers."""
+        """Yield the races of ``touch`` with earlier touches.
+
+        Then keep it, and drop the touches that it supersedes.
+        """
         first = self._border(touch.bytes.first)
         end = self._border(touch.bytes.last)
         compared: set[int] = set()
@@ -162,7 +165,7 @@ class Memory:
             self._touches[first:end] = [[touch]]
 
     def _border(self, address: int) -> int:
-        """The number of the part that begins at ``address``, which is made where there is none."""
+        """The number of the part that begins at ``address``; where none does, the part around it is split."""
         part = bisect.bisect_right(self._begins, address) - 1
         if self._begins[part] == address:
             return part

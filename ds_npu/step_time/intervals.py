@@ -83,7 +83,7 @@ def seconds_of(intervals: Iterable[Interval]) -> dict[str, float]:
 
 
 def mean_shares(each: Sequence[dict[str, float]], seconds: float) -> dict[str, float]:
-    """Parts of ``seconds`` by activity, the mean of ``each`` rank's, the largest first."""
+    """Shares of ``seconds`` by activity, the mean over the ranks in ``each``, the largest first."""
     found: dict[str, float] = {}
     for own in each:
         for activity, time in own.items():

@@ -47,7 +47,7 @@ def lanes_svg(heading: str, ranks: Sequence[RankLanes], end: int, names: Iterabl
 
 
 def columns_of(intervals: Iterable[Interval], end: int, count: int = COLUMNS) -> Iterator[Interval]:
-    """The activity that takes most of each of ``count`` columns between 0 and ``end``; runs of one are joined."""
+    """The activity that takes most of each of ``count`` columns between 0 and ``end``; equal neighbours are joined."""
     columns: list[Counter[str]] = [Counter() for _ in range(count)]
     for activity, start, stop in intervals:
         first, last = (min(count - 1, at * count // end) for at in (start, stop))

@@ -16,7 +16,7 @@ from pathlib import Path
 from ds_npu.step_time.trace import CommunicatorCall, Header, Operation, OperatorTensors, RankTrace, TraceError, kind_of
 
 DATABASES = "ASCEND_PROFILER_OUTPUT/ascend_pytorch_profiler*.db"
-"""In the folder of a trace."""
+"""A glob of the databases in the folder of a trace."""
 ITEMSIZES = {
     **dict.fromkeys(("DOUBLE", "INT64", "UINT64", "COMPLEX64"), 8),
     **dict.fromkeys(("FLOAT", "INT32", "UINT32"), 4),

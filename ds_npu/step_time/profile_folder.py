@@ -12,7 +12,7 @@ from ds_npu.step_time.torch_trace import read_torch_trace
 from ds_npu.step_time.trace import Header, RankTrace, TraceError, header_of
 
 READERS: dict[bool, Callable[[Path, Header], RankTrace]] = {True: read_torch_trace, False: read_npu_trace}
-"""The reader of a trace, by whether the CPU computed."""
+"""The reader of a trace: True where the device was the CPU, False for an NPU."""
 
 
 def write_header(folder: Path, header: Header) -> None:

@@ -27,10 +27,10 @@ from ds_npu.topology.degrees import NAMES, Degrees
 from ds_npu.topology.machine import machine_named
 
 UNNAMED = "a communicator without a name"
-"""In an activity, of messages whose ranks a trace does not say."""
+"""Stands for the axes of messages whose ranks a trace does not say."""
 PIPELINE = NAMES["pp"]
 MOST_OPERATORS = 200
-"""Operators that a rank tells of, the longest ones."""
+"""Most operators in the times of a rank: the longest ones."""
 
 Durations = Mapping[CallKey, int]
 """Nanoseconds of calls."""
@@ -78,7 +78,10 @@ def shortest(every: Iterable[Durations]) -> dict[CallKey, int]:
 
 
 def rank_times(trace: RankTrace, least: Durations) -> RankTimes:
-    """The times of ``trace``; ``least``: the shortest duration of calls, by which a rank's own are waits."""
+    """The times of ``trace``.
+
+    ``least``: the shortest duration of each call; what the call took longer on this rank is a wait.
+    """
     end = trace.ended - trace.begun
     parts = [
         TimedPart(p, name, begun - trace.begun, ended - trace.begun) for p, name, begun, ended in _parts(trace, least)

@@ -28,7 +28,7 @@ from ds_npu.topology.machine import machine_named
 SLOWEST = 10
 """Rows of the table of operators."""
 SHOWN_RANKS = 8
-"""Ranks with a column of their own, or a lane; of more, the first ones."""
+"""Most ranks with a column or a lane of their own; of more ranks the first ones."""
 
 
 class SlowestRank(NamedTuple):
@@ -43,7 +43,7 @@ class SlowestRank(NamedTuple):
     last: int
     """In how many of the calls it came last."""
     by_seconds: float
-    """How long the others waited for it, the mean of them, in a step."""
+    """Seconds of a step that the other ranks waited for it, on average."""
 
 
 class StepReport(NamedTuple):

@@ -118,7 +118,7 @@ def _computes(name: str) -> bool:
 
 
 def _operations(events: Iterable[_Event]) -> Iterator[Operation]:
-    """The operations of one thread, each with the times in which none that it calls is one of its own."""
+    """The operations of one thread, each with the times in which it runs itself, and no operation that it calls."""
     stack: list[_Running] = []
     now = 0
     found: list[_Running] = []
@@ -175,8 +175,8 @@ def _work(arguments: Mapping[str, Any]) -> OperatorTensors | None:
 def _messages(threads: Mapping[Any, list[_Event]], header: Header) -> Iterator[CommunicatorCall]:
     """Gloo's calls with the ranks of their communicators.
 
-    A message is on the thread that has called it, and has the mark around it; any other call the group of its thread.
-    Messages that are sent are left out: gloo says that they last until somebody waits for them.
+    A receive is on the thread that called it, so the mark around it names its group; any other call has the group of
+    its thread. Sends are left out: gloo says that they last until somebody waits for them.
     """
     marks = sorted(event for events in threads.values() for event in events if event.name.startswith(MARK))
     calls = [(event, thread) for thread, own in threads.items() for event in own if event.name.startswith(GLOO)]
@@ -208,7 +208,10 @@ def _groups_of_threads(marks: list[_Event], calls: Iterable[tuple[_Event, Any]])
 
 
 def _around(marks: list[_Event], time: int) -> _Event | None:
-    """The last of ``marks`` that has begun at ``time``, if it has not ended."""
+    """The last of ``marks`` that began by ``time``.
+
+    None where it ended more than SLACK before that.
+    """
     index = bisect_right(marks, time, key=lambda mark: mark.begun) - 1
     return marks[index] if index >= 0 and time <= marks[index].ended + SLACK else None
 

@@ -123,10 +123,10 @@ class RankTrace:
     """Times of copies to or from the host."""
 
     def calls(self) -> Iterator[tuple[CallKey, CommunicatorCall]]:
-        """The messages, each with what names the same call on all ranks that take part in it.
+        """The messages whose ranks are known, each with a key that the call has on all ranks that take part.
 
-        Ranks of a ring send and receive alike. Stages of a pipeline do not: those of two ranks have two ends, and of
-        more the other end is not known.
+        Ranks of a ring send and receive alike: the n-th send of every rank is one call. Of two pipeline stages, both
+        ends of a message have one key; in a communicator of more ranks, the other end is not known.
         """
         counts: Counter[tuple[Any, ...]] = Counter()
         stages = {rank: self.header.degrees.coordinates(rank)["pp"] for each in self.messages for rank in each.ranks}
@@ -148,7 +148,7 @@ class CallKey(NamedTuple):
     ranks: tuple[int, ...]
     name: str
     side: int
-    """A number that tells messages between stages apart, as which of two ranks sends; -1 for calls that are alike."""
+    """Tells messages between stages apart: which of two ranks sends, or the recording rank; -1 for any other call."""
     number: int
 
 

@@ -228,7 +228,7 @@ COLLECTIVES: dict[str, list[tuple[str, str]]] = {
     kind: [(level, amount) for level, amount in phases] for kind, phases in _PROFILES["collectives"]["phases"].items()
 }
 """The phases of each collective, one after the other: a level ("near" is within nodes, "far" between them, "both" at
-the same time), and its bytes: of n, those of the whole buffer, or of n / g, with g ranks of the group on a node."""
+the same time), and its bytes: n, those of the whole buffer, or n / g, with g ranks of the group on a node."""
 A2, A3 = MACHINES["A2"], MACHINES["A3"]
 
 

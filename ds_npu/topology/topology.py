@@ -26,7 +26,7 @@ The name is empty for groups along axes, and that of ``Topology.within`` for oth
 """
 
 GroupsByRanks = dict[tuple[int, ...], dist.ProcessGroup | None]
-"""Groups by their global ranks; None for a group of one other rank."""
+"""Groups by their global ranks; None for a group that is one rank other than this one."""
 
 
 def _alone(
@@ -110,7 +110,7 @@ class Topology:
         return group
 
     def stage_group(self, name: str) -> dist.ProcessGroup:
-        """The process group of all ranks of this rank's pipeline stage; every rank of the world calls it at once.
+        """The process group of this rank's pipeline stage; every rank of the world calls it at the same time.
 
         ``name``: of the communicator, where there are several stages.
         """

@@ -1,8 +1,8 @@
 """A store that opens communicators in which most ranks have no process.
 
 In ``ds_npu predict`` one process runs for each pipeline stage. Ranks hand HCCL's root info to each other through the
-store; where one passes, the simulator is told the NPUs of all ranks of its communicator. The present rank of a stage
-then acts for those that are not present (``csrc/hccl/absence.h``).
+store; when the store sees one, it tells the simulator the NPUs of all ranks of that communicator. The present rank of a
+stage then acts for its absent ranks (``csrc/hccl/absence.h``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from torch.distributed import distributed_c10d as c10d
 ROOT_INFO_BYTES = 4108
 """The size of HcclRootInfo. Source: hccl_types.h of CANN."""
 BATCH_COUNT = "batches of pipeline"
-"""In the key under which all ranks of the world are counted at the end of a batch in stages (batch_failures.py)."""
+"""Part of the key under which all ranks count themselves at the end of a batch in stages (batch_failures.py)."""
 
 
 class StoreOfAbsentRanks(Store):
-    """The store ``inner`` of ``present`` ranks out of ``ranks``, as many for each of them. Global ranks are NPUs."""
+    """The store ``inner`` of ``present`` processes.
+
+    Each process stands for as many of the ``ranks`` ranks. Global ranks are numbers of NPUs.
+    """
 
     def __init__(self, inner: Store, ranks: int, present: int) -> None:
         super().__init__()

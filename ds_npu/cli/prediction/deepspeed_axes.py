@@ -34,7 +34,7 @@ def expert_ranks(ds_config: Config) -> int:
 
 
 def _unpredicted(ds_config: Config, world_size: int, length: int) -> Iterator[Problem]:
-    """Values of the three keys for which there is no grid, or no prediction."""
+    """Mistakes in the three keys: values that do not fit the world or the samples, or that cannot be predicted."""
     found = {TENSOR: tensor_ranks(ds_config), SEQUENCE: sequence_ranks(ds_config), EXPERT: expert_ranks(ds_config)}
     wrong = [key for key, size in found.items() if not (type(size) is int and size >= 1 and world_size % size == 0)]
     for key in wrong:
@@ -46,9 +46,9 @@ def _unpredicted(ds_config: Config, world_size: int, length: int) -> Iterator[Pr
 
 
 def with_own_axes(ds_config: Config, world_size: int, length: int, checked: Checked) -> tuple[Checked, list[Problem]]:
-    """``checked`` with the grid and the batch of a config without a section, and what is wrong with them.
+    """``checked`` with the grid and the batch that DeepSpeed's own keys give, and the mistakes in these.
 
-    ``length``: tokens of a sample.
+    The config has no section of ds_npu. ``length``: tokens of a sample.
     """
     if problems := [*_unpredicted(ds_config, world_size, length)]:
         return checked, problems

@@ -18,11 +18,11 @@ from ds_npu.simulator.replay.recording import RecordedRun, read_recording
 
 WORKER = "ds_npu.cli.prediction.present_rank"
 OUT_OF_MEMORY = "no memory"
-"""The reason of a run that ended since the device's memory did."""
+"""The reason that a run gives where the device's memory was not enough."""
 TELLING, MOST_SHOWN = ("simulated NPU", "Error"), 300
-"""Words in lines that say why a process ended without a report, and how much of such a line is shown."""
+"""Words in lines that say why a process ended, and the number of shown characters of such a line."""
 LOOK_SECONDS, TELL_SECONDS = 0.1, 10.0
-"""How often the processes are looked at, and how often their progress is told."""
+"""Seconds between two looks at the processes, and between two lines about their progress."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class StageReport:
 
     rank: int
     process: str
-    """Its process id, after which its part of the record is named."""
+    """The id of the process, by which the recording names its actions."""
     engine_seconds: float
     """Wall clock until the engine was made."""
     step_seconds: float
@@ -78,7 +78,7 @@ class DryRun:
     recording: RecordedRun
     reports: tuple[StageReport, ...]
     fits: bool
-    """Whether it had enough memory; a run without has been repeated with more."""
+    """Whether the memory was enough; if not, the record is that of a second run with more."""
 
 
 class PredictionError(Exception):

@@ -80,7 +80,7 @@ class Prediction:
 
     @property
     def hfu(self) -> float:
-        """The same of the FLOP that kernels execute: with recomputation, and without masked blocks of attention."""
+        """The FLOP that kernels execute, as a share like ``mfu``: with recomputation, without masked blocks."""
         return self.executed_flop / self._most_flop()
 
     def _most_flop(self) -> float:

@@ -68,9 +68,9 @@ def run_present_rank() -> None:
 def report_of(request: Request, rank: int, enter: Callable[[str], None]) -> StageReport:
     """Make the engine and run two steps, of which the second one is recorded. ``enter`` is told of each phase.
 
-    With ``recompute.budget_gib`` there are two steps more: its plan is made from two, and the next one follows it for
-    the first time. What is recorded begins with the first step of the optimizer, whose weights are gathered behind the
-    next forward, and ends before the second.
+    With ``recompute.budget_gib`` there are two steps more: the plan is made from two steps, and the third one follows
+    it for the first time. The recording begins with the optimizer's step before the recorded forwards, whose weights
+    ZeRO gathers behind the first of them, and ends before the next.
     """
     record: Any = ctypes.CDLL("libascendcl.so").ds_npu_sim_record
     record(0)

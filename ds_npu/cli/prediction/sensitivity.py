@@ -11,7 +11,7 @@ from ds_npu.simulator.replay.replay import Replay
 from ds_npu.topology.machine import TABLES, UNITS, Machine
 
 WORSE = 0.1
-"""A rate is lower, and a time longer, by this part of it."""
+"""The part by which a rate is lowered, or a time is lengthened."""
 TIMES, RATES = ("s", "passes"), ("FLOP/s", "B/s")
 NOT_TIMED = ("peak",)
 """Rates that no task is priced by."""
@@ -20,7 +20,7 @@ CONTENTION = "no contention"
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The step is longer by the part ``growth`` of it where the number ``name`` of the machine is worse.
+    """Where the number ``name`` of the machine is worse, the step grows by the share ``growth``.
 
     ``evidence`` says where the number comes from, and its trust.
     """
@@ -51,7 +51,7 @@ def sensitivities(
 
 
 def worse(machine: Machine, name: str) -> Machine:
-    """``machine`` with its number ``name`` worse: all rates of a table."""
+    """``machine`` with its number ``name`` worse by WORSE; of a table all rates."""
     factor = 1 + WORSE if UNITS[name] in TIMES else 1 - WORSE
     value: Any = getattr(machine, name)
     changed: Any = tuple((size, rate * factor) for size, rate in value) if name in TABLES else value * factor

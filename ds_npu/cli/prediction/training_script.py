@@ -68,7 +68,7 @@ def _partitioned_model(path: Path, dtype: torch.dtype, ds_config: Config) -> Any
 
 
 def _share_memory_of_weights_to_be_sharded(model: Any, ds_config: Config) -> None:
-    """Make the weights that AutoTP or AutoEP will shard: all numbers of one in the same memory.
+    """Make the weights that AutoTP or AutoEP will shard; all elements of a weight share the memory of one.
 
     A training script has them whole on the host, which this process has no room for. DeepSpeed copies each rank's part.
     """

@@ -21,7 +21,7 @@ DISPATCHES = {
     "collective": "dispatch_collective",
     "event": "dispatch_event",
 }
-"""The number of a machine that says how long each kind of call takes the host."""
+"""For each kind of call, the field of Machine with the seconds that the host takes to dispatch it."""
 CUBE, MEMORY, PORT, NETWORK, HOST_LINK = "cube", "memory", "port", "network", "host link"
 """The resources that tasks of an NPU share: cube cores, memory, and ports to its node, other nodes and its host."""
 
@@ -60,7 +60,7 @@ def price(machine: Machine, action: RecordedAction) -> Price:
 
 
 def message_price(machine: Machine, action: RecordedAction, message: Message) -> Price:
-    """The price of one message of a task, of which others may be on their way at the same time."""
+    """The price of one message of a task, whose other messages may be on their way at the same time."""
     npus = action.told["npus"]
     peer = npus[message.peer]
     if peer // machine.node == npus[action.told["rank"]] // machine.node:

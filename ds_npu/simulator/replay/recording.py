@@ -39,7 +39,7 @@ class RecordedAction:
 
     @property
     def kind(self) -> str | None:
-        """The kind of a task that costs something."""
+        """The kind of a task that takes time; None for other actions."""
         return self.told.get("kind")
 
     @cached_property

@@ -38,7 +38,7 @@ class Span:
     begun: int
     ended: int
     ready: int
-    """When its stream came to it, which a collective or message may then have waited for other ranks."""
+    """When its stream came to it; a collective or message may then wait for other ranks until ``begun``."""
 
 
 @dataclass(eq=False)
@@ -51,14 +51,14 @@ class _Stream:
     runs: bool = False
     """Whether a task runs or is about to."""
     ready: int = 0
-    """When it came to its task."""
+    """When the stream came to the task that it runs."""
     begun: int = 0
     left: int = 0
     """Messages of its task that are on their way."""
     holds: int = 0
     """Its tasks that have not ended."""
     held_back: tuple[_Host, RecordedAction] | None = None
-    """The task that is launched when there is room for it, and its host."""
+    """The host that waits for room on the stream, and the task that it launches then."""
 
 
 @dataclass(eq=False)
@@ -70,12 +70,15 @@ class _Host:
     launched: int = 0
     """When the queue's thread launched its last task."""
     queued: deque[int] = field(default_factory=deque)
-    """When the tasks were launched that were dispatched last, as many as the queue holds."""
+    """Launch times of the tasks that were dispatched last, at most as many as the queue holds."""
     waits: tuple[RecordedAction, int] | None = None
-    """For what it waits, and since when."""
+    """The action in which it waits for an event, and since when."""
 
     def launch(self, machine: Machine, dispatch: str, free_since: int) -> int:
-        """Dispatch a task and launch it, not before ``free_since``; the time at which its stream may begin it."""
+        """Dispatch a task and launch it, not before ``free_since``.
+
+        Returns the time at which its stream may begin it.
+        """
         launching = nanoseconds(machine.launch)
         self.now += dispatch_nanoseconds(machine, dispatch)
         if not self.has_queue:
@@ -114,7 +117,7 @@ class Replay:
         self._meetings: dict[Hashable, _Meeting] = {}
         self._over: set[Hashable] = set()
         self._behind: dict[Hashable, Callable[[int], None]] = {}
-        """The call that begins after another one of its communicator has ended."""
+        """The start of a communicator's next call, by the key of the call whose end it waits for."""
         self._heap: list[tuple[int, int, Callable[[int], None]]] = []
         self._numbers = 0
         self._resources = Resources(self._schedule_end)
@@ -303,12 +306,12 @@ def _group(action: RecordedAction) -> Hashable:
 
 
 def _call(action: RecordedAction, further: int = 0) -> Hashable:
-    """A call of a communicator, or one ``further`` on."""
+    """The key of a task's call of its communicator, or of the call that is ``further`` calls on."""
     return _group(action), action.told.get("call", 0) + further
 
 
 def _way(action: RecordedAction, message: Message) -> Hashable:
-    """A message by what both of its ends have: communicator, sender, receiver and number."""
+    """The key of a message, the same on both of its ends: communicator, sender, receiver and number."""
     own = action.told["rank"]
     ends = (own, message.peer) if message.sends else (message.peer, own)
     return _group(action), *ends, message.number

@@ -16,13 +16,13 @@ Resource = Hashable
 
 @dataclass(eq=False)
 class FluidJob:
-    """``remaining`` nanoseconds of a task alone, from ``since`` on done at ``rate``."""
+    """A task that would take ``remaining`` nanoseconds alone from ``since`` on, and runs at ``rate`` of that speed."""
 
     number: int
     remaining: float
     shares: Mapping[Resource, float]
     done: Callable[[int], None]
-    """Is called with the time of its end."""
+    """Called with the time of its end."""
     since: int = 0
     rate: float = 1.0
     version: int = 0
@@ -46,7 +46,7 @@ class Resources:
         self._adjust(job, now)
 
     def end(self, job: FluidJob, now: int) -> None:
-        """``job`` has ended: what it used is free."""
+        """Free the resources of ``job``, which has ended."""
         for resource in job.shares:
             del self._users[resource][job.number]
         self._adjust(job, now)

@@ -21,7 +21,7 @@ from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 
 
 class ShardedRuns:
-    """This rank's tokens of a batch, mixed as runs of sequences that other ranks have parts of (``Sequences``)."""
+    """``Sequences`` over context ranks: this rank has runs of their tokens; states and halos are exchanged."""
 
     def __init__(self, batch: ShardedBatch, width: int) -> None:
         self.batch = batch
@@ -43,7 +43,7 @@ class ShardedRuns:
 
 
 def scan_states(layer: nn.Module, running_batch: RunningBatch) -> None:
-    """Make ``layer`` compute this rank's tokens of the running batch."""
+    """Make ``layer`` compute this rank's tokens of the running batch, with the states of the ranks before."""
     wrap_forward(layer, partial(_scanned, layer, running_batch), Level.OPERATOR)
 
 

@@ -95,7 +95,7 @@ class SequenceShardForward:
         return generates(given)
 
     def _shard_arguments(self, given: Keywords, micro_batch: MicroBatch) -> tuple[ShardedBatch, dict[str, Any]]:
-        """The batch, and this rank's shards of the arguments ``given``; raises ValueError for what cannot be sharded."""
+        """The batch, and this rank's shards of its arguments ``given``; raises ValueError where there are none."""
         first = next((given[name] for name in OF_TOKENS if given.get(name) is not None), None)
         if first is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")
@@ -174,7 +174,7 @@ class SequenceShardForward:
     def _finish(
         self, out: MutableMapping[str, Any], batch: ShardedBatch, micro_batch: MicroBatch, given: Keywords
     ) -> None:
-        """Make the loss of a forward with labels whole; gather outputs of tokens, or guard them in training on labels."""
+        """Make a loss on labels whole; gather outputs of tokens, or guard them in training on labels."""
         scores = TargetScores(given) if asks_for_scores(given) else None
         if scores is not None:
             weight = setting(self.model.config.get_text_config(), "router_aux_loss_coef", float)

@@ -116,7 +116,7 @@ class _BalancedForward:
 def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], model: nn.Module) -> None:
     """Raise ValueError in a backward that reaches a router's ``logits``, but not the ``added`` loss made of them.
 
-    Such a backward would train routers without balance. A gradient reaches ``logits`` after everything computed from them.
+    Such a backward would train routers without balance. Gradients reach ``logits`` after all computed from them.
     """
     reached: list[bool] = []
 

@@ -63,7 +63,7 @@ class CapacityLimit:
     def compute(
         self, compute: Compute, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, axis: ExpertAxis
     ) -> torch.Tensor:
-        """Call ``compute`` with choices that are ``within`` capacity; if ``pads``, pad each expert's rows to capacity."""
+        """Call ``compute`` with choices that are ``within`` capacity, each expert's rows padded if ``pads``."""
         if not self.pads:
             return compute(x_TH, ids_TK, weights_TK)
         most = _most_tokens(ids_TK, self.kind, axis)

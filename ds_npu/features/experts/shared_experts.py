@@ -103,7 +103,7 @@ def _calls_after(tree: ast.Module, experts: str) -> Iterator[tuple[str, bool]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt | ast.expr]:
-    """All statements in the order of the source; ``if`` and ``with`` as their condition or contexts, then their body."""
+    """All statements in the order of the source; ``if`` and ``with`` as condition or contexts, then the body."""
     for statement in body:
         if isinstance(statement, ast.If):
             yield statement.test

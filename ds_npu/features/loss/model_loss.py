@@ -60,9 +60,9 @@ class LossLevel(IntEnum):
     SHARE = 0
     """This rank's share of the loss of a batch: the labels of its own tokens, the number of labels of all."""
     CHUNKS = 1
-    """The loss with the head, a chunk of tokens at a time: instead of the inner links, where no logits exist."""
+    """The loss of hidden states, a chunk of tokens at a time: replaces the inner links where no logits exist."""
     VOCABULARY = 2
-    """The loss of logits whose vocabulary is sharded: instead of the inner links, where the logits are not whole."""
+    """The loss of logits whose vocabulary is sharded: replaces the inner links where the logits are not whole."""
     OPERATOR = 3
     """The computation itself, in an operator of ours, instead of the model's own."""
 
@@ -231,7 +231,7 @@ class Targets:
 
 @dataclass
 class LossChunks:
-    """The tokens of a chunk of one model's loss."""
+    """The number of tokens in a chunk of one model's loss."""
 
     tokens: int
     is_planned: bool

@@ -56,7 +56,7 @@ class Window:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Begin the window at the first call of the engine in it."""
+        """Begin the window, or the step before it for warm-up, at its first call; mark the calls in it."""
         step = self.engine.global_steps
         first, last = self.section.steps
         trains = self.engine.module.training and torch.is_grad_enabled()
@@ -229,7 +229,7 @@ def _device(build: Build) -> str:
 
 
 def _scheduled(build: Build, engine: TrainingEngine) -> Scheduled | None:
-    """The schedule of the pipeline where forward, backward by inputs and by weights take as long as each other."""
+    """The pipeline's schedule, its idle part for equal times of forward and of backward by inputs and by weights."""
     if build.schedule is None:
         return None
     count = engine.gradient_accumulation_steps() if build.is_pipeline else engine.train_micro_batch_size_per_gpu()

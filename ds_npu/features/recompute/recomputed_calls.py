@@ -22,7 +22,7 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether this forward of ``module`` will have a backward; raises ValueError where it is recomputed already."""
+    """Whether this forward of ``module`` will have a backward; ValueError where transformers recomputes it already."""
     if not (module.training and torch.is_grad_enabled()):
         return False
     check_not_checkpointed(module)
@@ -66,7 +66,7 @@ def without_cache(module: nn.Module, kwargs: Keywords) -> dict[str, Any]:
 def recompute_module(
     device_type: str, kept: Sequence[str], module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap of a module's forward that keeps only its arguments, and ``kept``."""
+    """Wrap a module's forward: only its arguments, and results of the operators ``kept``, are kept for backward."""
     if not is_recomputed(module):
         return forward(*args, **kwargs)
     return recomputation_of(forward, device_type, kept=kept)(*args, **without_cache(module, kwargs))
@@ -113,7 +113,7 @@ class RecomputedRuns:
         self._run: Fact[_Run | None] = Fact(while_running=True)
 
     def around(self, _caller: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Wrap of the module that calls the blocks."""
+        """Run the forward of the module that calls the blocks, and end the run of blocks that is open behind it."""
         with new_forward() as micro_batch:
             try:
                 return forward(*args, **kwargs)
@@ -123,7 +123,7 @@ class RecomputedRuns:
                     run.close()
 
     def block(self, is_last: bool, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Wrap of a block; ``is_last``: it is the model's last block."""
+        """Run a block as part of a run, which ends after ``length`` blocks or with the model's last, ``is_last``."""
         micro_batch = running()
         if micro_batch is None or not is_recomputed(module):
             return forward(*args, **kwargs)

@@ -67,7 +67,7 @@ class RankResult:
 
 
 def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
-    """Raise the same ValueError on every tensor rank where ``model`` sharded by ``plan`` computes something else.
+    """Raise the same ValueError on all tensor ranks if ``model``, sharded by ``plan``, computes otherwise than whole.
 
     Every tensor rank calls it at the same time. One line in the log tells what could not be tried.
     """
@@ -152,7 +152,7 @@ def _sublayers(plan: ModelPlan, name: str) -> list[str]:
 
 
 def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult) -> bool:
-    """Compare ``unit`` whole and sharded, and add to ``found``; false where it cannot be computed whole."""
+    """Compare ``unit`` whole and sharded; add findings to ``found``. False where it cannot be computed whole."""
     length = max(LENGTH, size + 1)
     x_BSH = torch.randn(
         SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"

@@ -90,7 +90,7 @@ class Steps:
         self.losses.clear()
 
     def forget(self) -> None:
-        """Forget also the step that has ended: its weights no longer exist."""
+        """After a load, forget also the step that has ended: its weights no longer exist."""
         self.clear()
         self.delayed, self.delayed_losses = None, []
 

@@ -80,7 +80,7 @@ def _look_at_first_step(engine: TrainingEngine) -> list[str]:
     operators = UnfitOperators(calls)
     if engine.is_deepcompile_enabled():
         return []
-    # A compiled first step as it is written would have other bits than the same step of a run that goes on there.
+    # Run eagerly, a compiled first step would have other bits than the same step of a run that was resumed before.
     steps = [ObservedStep(engine, calls, operators, leaves_compiled=True)]
 
     def before_step() -> None:

@@ -118,7 +118,7 @@ class MeasuredStep:
             self.record.see(bucket, GRADIENTS)
 
     def _see_what_is_there(self) -> None:
-        """Record the use of each existing tensor; gradients and weights last, as the optimizer holds some of them."""
+        """Record the use of the optimizer's tensors, then of gradients and weights, some of which it also holds."""
         model = self._engine.module
         optimizer = self._engine.optimizer
         found = list(_tensors(optimizer, "", {}))

@@ -120,7 +120,7 @@ class SequenceShardForward:
         for name in OF_TOKENS:
             if given.get(name) is not None:
                 local[name] = batch.shard(given[name])
-        # Of a model without attention they tell where documents begin, and nothing else.
+        # In a model without attention, positions only tell where documents begin.
         local.pop("position_ids", None)
         if "position_ids" in self.signature.parameters:
             local["position_ids"] = batch.shard(positions, positions.dim() - 1)

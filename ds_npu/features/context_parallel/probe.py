@@ -96,7 +96,7 @@ def probe_sequences(model: nn.Module, plan: ModelPlan, large: int = LARGE) -> Pr
 
 
 def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """The first of each kind of blocks: those with the same modules and sizes."""
+    """The first block of each kind; blocks of one kind have the same modules and sizes."""
     seen: dict[Hashable, str] = {}
     for block in plan.blocks:
         modules = model.get_submodule(block).named_modules()

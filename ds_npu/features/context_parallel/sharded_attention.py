@@ -129,7 +129,7 @@ def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:
 
 
 def _in_chunks(pattern: masks.Pattern, size: int, batch: ShardedBatch) -> Mask:
-    """A mask of the whole sequence [B or 1, 1, S, S], where no document hides anything between chunks of ``size``."""
+    """A mask of the whole sequence [B or 1, 1, S, S], in which rows see only keys of their own chunk of ``size``."""
     padding = batch.visibility.padding
     length = batch.tokens.length
     device = batch.device

@@ -141,7 +141,7 @@ class BatchArguments:
                 continue
             first = int(positions[0])
             past = int(positions[-1]) + 1
-            # The loss counts a row of padding with a target, and the mask says what it sees, which documents cannot.
+            # A row of padding with a target counts in the loss; what it sees only a mask can say, not documents.
             counts = targets[past:].any() or (not self.shifted and targets[:first].any())
             if past - first != len(positions) or counts:
                 return Visibility(padding=mask == 0)

@@ -160,7 +160,7 @@ class StepRecords:
             raise
 
     def _forget(self, dumped: DumpedForward, lines: int, numbers: int) -> None:
-        """Drop the records of a forward that has failed: the file had ``lines`` and ``numbers`` of them before it."""
+        """Drop the records of a forward that has failed: all behind the file's first ``lines`` and ``numbers``."""
         for record, _ in self.file.numbers[numbers:]:
             self.file.tensors.pop(record.get("tensor", ""), None)
         del self.file.lines[lines:], self.file.numbers[numbers:]

@@ -93,7 +93,7 @@ def _most_tokens(ids_TK: torch.Tensor, kind: str, axis: ExpertAxis) -> int:
 
 
 def agrees_on_tokens(model: nn.Module) -> Change:
-    """The change by which only the first layer of a kind in a forward asks for the most tokens of any rank."""
+    """The change by which only the first layer of a kind in a forward asks all ranks for their tokens."""
 
     def begun(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         with new_forward() as micro_batch:

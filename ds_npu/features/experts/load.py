@@ -131,7 +131,7 @@ def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, to
 def _shards(build: Build, name: str) -> int:
     """The number of ranks over which the experts of the module ``name`` are sharded already."""
     weight = dict(build.model.get_submodule(name).named_parameters(recurse=False)).get("down_proj")
-    # The layout of experts in a list counts all of them.
+    # The layout of experts in a list counts those of all ranks.
     sharding = None if weight is None else placement_of(weight).sharded.get("ep")
     return 1 if sharding is None else build.topology.size("ep")
 

@@ -136,7 +136,7 @@ def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
             and (plan.head is not None or not has_blocks_before)
             and (alone := _without_other_roles(plan, name))
         ):
-            # A module that the model calls elsewhere than it stands is found by its stand-in.
+            # Its stand-in notices where the model calls it elsewhere than it stands.
             (last if has_blocks_before else inputs)[alone] = None
         else:
             unknown.append(f"{name} ({role})")
@@ -156,7 +156,7 @@ def _outermost(name: str) -> str:
 
 
 def _without_other_roles(plan: ModelPlan, name: str) -> str | None:
-    """The outermost module from ``name`` outwards that is all replicated (a vision tower); None without one."""
+    """The outermost module that is or holds ``name`` and is all replicated (a vision tower); None without one."""
     around = [name, *filter(None, names.ancestors(name))]
     alone = [each for each in around if all(plan.roles[inner] is Role.REPLICATED for inner in plan.inside(each))]
     alone = [each for each in alone if plan.of(each) in (None, Role.REPLICATED)]

@@ -229,7 +229,7 @@ def _device(build: Build) -> str:
 
 
 def _scheduled(build: Build, engine: TrainingEngine) -> Scheduled | None:
-    """The pipeline's schedule, its idle part for equal times of forward and of backward by inputs and by weights."""
+    """The pipeline's schedule, and its idle part if forward, backward by inputs and by weights take equal times."""
     if build.schedule is None:
         return None
     count = engine.gradient_accumulation_steps() if build.is_pipeline else engine.train_micro_batch_size_per_gpu()

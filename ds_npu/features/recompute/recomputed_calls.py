@@ -113,7 +113,7 @@ class RecomputedRuns:
         self._run: Fact[_Run | None] = Fact(while_running=True)
 
     def around(self, _caller: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the forward of the module that calls the blocks, and end the run of blocks that is open behind it."""
+        """Run the module that calls the blocks, and then end the run of blocks that is still open, if any."""
         with new_forward() as micro_batch:
             try:
                 return forward(*args, **kwargs)

@@ -27,8 +27,8 @@ class PausedMode(TorchDispatchMode):
 class ObservedStep:
     """Runs CALLS of ``engine`` under ``mode``, with their modules recorded in ``calls``, until ``finish``.
 
-    The mode is paused in the optimizer's step. Compiled modules run as they are written; with ``leaves_compiled``, a
-    model that has some runs compiled and is not observed.
+    The mode is paused in the optimizer's step. Compiled modules run eagerly; with ``leaves_compiled``, a model that
+    has some runs compiled, and is not observed.
     """
 
     def __init__(

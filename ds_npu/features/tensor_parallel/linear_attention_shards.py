@@ -55,7 +55,7 @@ def sections_of(layer: nn.Module, size: int) -> Mapping[str, Sections]:
         shared = _number(layer, "num_v_heads") // count
         value = shared * _number(layer, "head_v_dim")
         return {
-            # Here what a head of keys needs stands together.
+            # In these weights, the outputs for a head of keys are adjacent.
             "in_proj_qkvz": (2 * key + 2 * value,),
             "in_proj_ba": (2 * shared,),
             **dict.fromkeys(("in_proj_qkv", "conv1d"), (key, key, value)),

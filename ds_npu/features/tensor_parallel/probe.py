@@ -123,7 +123,7 @@ def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool,
 
 
 def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """The first of each kind of sharded blocks: those with the same modules, sizes and roles."""
+    """The first sharded block of each kind; blocks of one kind have the same modules, sizes and roles."""
     kinds_seen: dict[tuple[Hashable, ...], str] = {}
     for block in plan.blocks:
         inside = plan.inside(block)

@@ -52,7 +52,7 @@ class Flop:
 
 
 class FlopCounter(PausedMode):
-    """Counts while it is entered and ``calls`` are recorded; ``shares``: which part of a module's products counts.
+    """Counts while it is entered and ``calls`` are recorded; ``shares``: the part of a module's that counts.
 
     The host waits for the device at each mask.
     """
@@ -115,7 +115,7 @@ class FlopCounter(PausedMode):
         return self._batched((batch, *left[-2:]), (batch, *right[-2:]), flop)
 
     def _batched(self, left: Sequence[int], right: Sequence[int], flop: float) -> Flop:
-        """The FLOP of a product of batches; it may be one of the four (in forward, two) products of an attention."""
+        """The FLOP of a product of batches, which may be one of an attention's four (in forward, two) with scores."""
         call, backward = self._calls.current()
         visible = self._seen.get(-1 if call is None else call.index)
         sides = {(left[1], left[2]), (right[1], right[2]), (left[1], right[2])}

@@ -40,7 +40,7 @@ class WrongOperator:
     operator: str
     """``aten.exp.default``, or "its weight ..." or "an argument ..."."""
     kinds: tuple[str, ...]
-    """NAN, INF or MINUS_INF, those that it made."""
+    """The kinds NAN, INF and MINUS_INF that it made."""
     is_backward: bool
     order: int
     """The number of the module's call in the order of execution; in backward the last one comes first."""

@@ -106,7 +106,10 @@ def missing_functions(names: Sequence[str]) -> Unavailable | None:
 
 
 def use_cpu() -> str:
-    """Advice for running on the CPU on purpose: the variables that are still to be set, or to uninstall torch_npu."""
+    """Advice for running on the CPU on purpose.
+
+    To set the variables that are not set yet, or else to uninstall torch_npu.
+    """
     missing = [f"{name}={value}" for name, value in CPU_VARIABLES.items() if os.environ.get(name) != value]
     if missing:
         return f"set {' and '.join(missing)} to run on the CPU on purpose"

@@ -148,7 +148,10 @@ class Feature(Generic[V]):
     key: str
     phase: Phase = Phase.ENGINE
     declare: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
-    """Declares the changes of the model, without making them; none where the feature is off. Raises where it cannot."""
+    """Declares the changes of the model, without making them.
+
+    There are none where the feature is off. Raises where the feature cannot do its part.
+    """
     parts: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
     """Declares the parts that the feature provides for each engine, also where an earlier one changed the model."""
     asked: Callable[[V, Build], str] = lambda value, build: ""

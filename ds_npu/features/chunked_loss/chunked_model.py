@@ -221,7 +221,7 @@ class ChunkedModel:
         return mean_loss(total, targets, num_items_in_batch, ignore_index)
 
     def _finished(self, out: T, run: _Run) -> T:
-        """The output ``out`` of a forward that deferred its logits, which no longer refer to the head's input then."""
+        """``out`` of a forward that deferred its logits, in which they no longer hold the head's input."""
         if not run.is_used:
             raise ValueError(
                 f"{self._who} did not call its loss_function in training on labels, so its loss is its own, and "

@@ -95,7 +95,10 @@ class SequenceShardForward:
         return generates(given)
 
     def _shard_arguments(self, given: Keywords, micro_batch: MicroBatch) -> tuple[ShardedBatch, dict[str, Any]]:
-        """The batch, and this rank's shards of its arguments ``given``; raises ValueError where there are none."""
+        """The batch of the arguments ``given``, and this rank's shards of them.
+
+        Raises ValueError for arguments that cannot be sharded.
+        """
         first = next((given[name] for name in OF_TOKENS if given.get(name) is not None), None)
         if first is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")

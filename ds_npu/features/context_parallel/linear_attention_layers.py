@@ -21,7 +21,10 @@ from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 
 
 class ShardedRuns:
-    """``Sequences`` over context ranks: this rank has runs of their tokens; states and halos are exchanged."""
+    """``Sequences`` over context ranks.
+
+    This rank has runs of their tokens, and exchanges states and halos with the other ranks.
+    """
 
     def __init__(self, batch: ShardedBatch, width: int) -> None:
         self.batch = batch

@@ -73,7 +73,10 @@ class Dumping:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Begin a step that is dumped at its first forward; after a backward, scale the records of its gradients."""
+        """Begin a step that is dumped at its first forward.
+
+        After a backward, scale the recorded gradients of outputs.
+        """
         records, engine = self.records, self.engine
         trains = engine.module.training and torch.is_grad_enabled()
         if engine.global_steps in self.missing and trains and not records.is_open:

@@ -59,7 +59,7 @@ class ExpertLoad:
     """Counts of the choices of a model's layers in training, since the last ``take``."""
 
     def __init__(self, experts: Mapping[str, int], factor: float | None, groups: tuple[dist.ProcessGroup, ...]) -> None:
-        """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` with different tokens."""
+        """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` of ranks to sum over."""
         self.experts = dict(experts)
         self.factor = factor
         self._groups = groups
@@ -228,7 +228,10 @@ def update_bias_(bias_E: torch.Tensor, chosen_E: torch.Tensor, rate: float) -> N
 
 
 class _Report:
-    """Writes the counts of all stages, on rank 0; one rank of each stage makes one, and they ``write`` together."""
+    """Writes the counts of all stages, on rank 0.
+
+    One rank of each stage makes a report, and all of these ranks call ``write`` at the same time.
+    """
 
     def __init__(self, load: ExpertLoad, path: str | None, stages: dist.ProcessGroup) -> None:
         self.load, self.path, self._stages = load, None if path is None else Path(path), stages
@@ -237,7 +240,10 @@ class _Report:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, engine: TrainingEngine, counts: torch.Tensor | None) -> None:
-        """Write all stages' counts; ``counts``: this stage's, None without layers or without a forward in training."""
+        """Write the counts of all stages.
+
+        ``counts``: those of this stage; None where it has no layers, or no forward was trained.
+        """
         layers = self._of_stages({} if counts is None else self._layers(counts))
         if dist.get_rank() != 0 or not layers:
             return

@@ -59,7 +59,10 @@ class PresizedForward:
         self.repeated = 0
 
     def plans(self, name: str, plans: Sequence[AllToAllPlan]) -> Sequence[Plan]:
-        """Give the ``plans`` of the experts ``name`` the forward's buffer sizes, and note the sizes that they need."""
+        """Give the ``plans`` of the experts ``name`` the forward's buffer sizes.
+
+        The sizes that they need are noted. This is ``ExpertOptions.presize`` of these experts.
+        """
         sizes = _SIZES.of(running())
         needs = _NEEDS.of(running())
         if sizes is None:

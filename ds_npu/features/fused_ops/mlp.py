@@ -57,7 +57,7 @@ def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:
 
 
 Fused = tuple[functools.partial[torch.Tensor], Mapping[str, tuple[int, int]]]
-"""The forward of an MLP with the operator; (inputs, outputs) of the small linears it is compared with, by name."""
+"""The forward of an MLP with the operator; (inputs, outputs) of its linears in the comparison, by name."""
 
 
 def _with_operator(module: nn.Module, linears: dict[Role, str]) -> Fused | None:

@@ -180,7 +180,7 @@ def has_causal_lm_loss(model: nn.Module) -> TypeGuard[HuggingFaceModel]:
 
 
 def users_loss(model: object) -> LossFunction | None:
-    """The loss function that was set on this one ``model`` of transformers, not by ds_npu; None: it has its class's."""
+    """The loss function that the user set on this one ``model`` of transformers; None: it has its class's."""
     found = attribute(model, "_loss_function", object)
     return found if callable(found) and not isinstance(found, ModelLoss) else None
 

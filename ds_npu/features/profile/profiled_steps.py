@@ -56,7 +56,10 @@ class Window:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Begin the window, or the step before it for warm-up, at its first call; mark the calls in it."""
+        """Begin the window at its first call, and mark the calls in it.
+
+        Where there is a step before the window, it begins there, to warm the profiler up.
+        """
         step = self.engine.global_steps
         first, last = self.section.steps
         trains = self.engine.module.training and torch.is_grad_enabled()

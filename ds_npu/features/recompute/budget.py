@@ -146,7 +146,10 @@ class MemoryBudget:
         return sorted(plans, key=lambda each: each.stage), errors
 
     def _best(self, ranks: Sequence[_Recorded]) -> StagePlan | BudgetError:
-        """One plan for the ranks of a stage, by the most that any of them needs; or the error that none works."""
+        """One plan for the ranks of a stage, by the most that any of them needs.
+
+        The error, where no plan works.
+        """
         layers = tuple(map(_joined, zip(*(each.layers for each in ranks), strict=True)))
         moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
         try:

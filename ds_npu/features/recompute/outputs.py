@@ -58,7 +58,7 @@ class RecomputedNorm:
         """Wrap the forward of ``norm``."""
         if self._is_called_again.of(running()) or not is_recomputed(norm):
             return forward(*args, **kwargs)
-        # ZeRO-3 gathers a norm's weights for its backward; the module that uses its output needs it earlier.
+        # ZeRO-3 gathers a norm's weights for the norm's backward; the module that uses its output runs backward before.
         gathers = any(is_partitioned(parameter) for parameter in norm.parameters(recurse=False))
         again = partial(self._gathered, norm, forward) if gathers else forward
         made = recomputation_of(again, self.device_type, whole=True)
@@ -171,7 +171,10 @@ class RecomputedActivation:
         return forward(y, *args, **kwargs)
 
     def _again(self, forward: Forward, call: _Call, *args: Any, **kwargs: Any) -> Any:
-        """Run the MLP; in the recomputation, return its last linear's input, from the outputs of its first linears."""
+        """Run the MLP.
+
+        In the recomputation, return the input of its last linear, made of the kept outputs of its first linears.
+        """
         if len(call.outputs) < len(self.columns):
             with call.rest:
                 return forward(*args, **kwargs)

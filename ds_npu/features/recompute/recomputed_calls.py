@@ -22,7 +22,10 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether this forward of ``module`` will have a backward; ValueError where transformers recomputes it already."""
+    """Whether this forward of ``module`` will have a backward.
+
+    Raises ValueError where transformers' checkpointing recomputes the forward already.
+    """
     if not (module.training and torch.is_grad_enabled()):
         return False
     check_not_checkpointed(module)
@@ -43,10 +46,10 @@ def check_not_checkpointed(model: nn.Module) -> None:
 def recomputation_of(
     function: Callable[..., Any], device_type: str, whole: bool = False, kept: Sequence[str] = ()
 ) -> Recomputation:
-    """The Recomputation of a call of ``function``, to its end if ``whole``; results in ``kept`` are not recomputed.
+    """The Recomputation of a call of ``function``, to its end if ``whole``; results of the operators ``kept`` are kept.
 
-    Blocks must not be ``whole``: ZeRO-3 gathers the last layer's weight for its backward, which asks for what the layer
-    saved, and would release the weight behind the layer's forward.
+    Blocks must not be ``whole``: ZeRO-3 gathers the last layer's weight for its backward, which starts the
+    recomputation, and would release the weight behind the recomputed forward of the layer.
     """
     return Recomputation(closing_over_micro_batch(function), device_type, stops_early=not whole, kept=kept)
 
@@ -123,7 +126,10 @@ class RecomputedRuns:
                     run.close()
 
     def block(self, is_last: bool, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a block as part of a run, which ends after ``length`` blocks or with the model's last, ``is_last``."""
+        """Run a block as part of a run of blocks.
+
+        The run ends after ``length`` blocks, or where the block ``is_last`` in the model.
+        """
         micro_batch = running()
         if micro_batch is None or not is_recomputed(module):
             return forward(*args, **kwargs)

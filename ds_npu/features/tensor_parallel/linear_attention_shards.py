@@ -182,7 +182,7 @@ def by_heads(name: str, layer: nn.Module, axis: TensorAxis) -> Iterator[Change]:
 
 
 def _summed(axis: TensorAxis, forward: Callable[P, torch.Tensor], *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
-    """Sum a linear's outputs over the channels of all ranks; each rank uses the sum for its own channels."""
+    """Sum a linear's outputs over the channels of all ranks; each uses the sum for its own channels."""
     with allow_shard_access():
         return copy(reduce(forward(*args, **kwargs), axis.group), axis.group)
 

@@ -152,7 +152,10 @@ def _sublayers(plan: ModelPlan, name: str) -> list[str]:
 
 
 def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult) -> bool:
-    """Compare ``unit`` whole and sharded; add findings to ``found``. False where it cannot be computed whole."""
+    """Compare ``unit`` whole and sharded, and add the findings to ``found``.
+
+    False where it cannot be computed whole.
+    """
     length = max(LENGTH, size + 1)
     x_BSH = torch.randn(
         SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"

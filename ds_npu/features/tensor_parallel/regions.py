@@ -147,7 +147,10 @@ class Regions:
         ]
 
     def _outermost_whole(self, name: str) -> str | None:
-        """The outermost unsharded module around ``name`` in its block; None without one, or outside of blocks."""
+        """The outermost unsharded module around ``name`` in its block.
+
+        None where there is none, and outside of blocks.
+        """
         plan, block = self.plan, self.plan.block(name)
         if block is None:
             return None

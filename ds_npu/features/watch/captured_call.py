@@ -162,7 +162,10 @@ class CapturedCall:
 
 
 def _bordered(tree: Any, named: Mapping[str, torch.Tensor], note: Callable[[str, torch.Tensor], None]) -> Any:
-    """``tree`` with its tensors of a graph copied; ``note`` is called with the copies' gradients. None without any."""
+    """``tree`` with copies of those of its tensors that have a graph.
+
+    ``note`` is called with the copies' gradients. None where no tensor has a graph.
+    """
     leaves, spec = tree_flatten(tree)
     names = {id(each): name for name, each in named.items() if each.requires_grad}
     chosen = [index for index, each in enumerate(leaves) if id(each) in names]

@@ -52,7 +52,7 @@ class Flop:
 
 
 class FlopCounter(PausedMode):
-    """Counts while it is entered and ``calls`` are recorded; ``shares``: the part of a module's that counts.
+    """Counts while it is entered and ``calls`` are recorded; ``shares``: the part that counts, by module.
 
     The host waits for the device at each mask.
     """

@@ -77,7 +77,10 @@ class WrongModule:
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """A key whose least is the first of all ranks: in forward by stage and module, in backward from the last."""
+        """Sorts the first wrong module of all ranks first.
+
+        In forward by stage and module from the first, in backward from the last.
+        """
         sign = -1 if self.wrong.is_backward else 1
         return int(self.wrong.is_backward), sign * self.stage, sign * self.wrong.order, self.rank
 
@@ -119,7 +122,10 @@ class MicroBatchAgain:
         return KeptForward(args, kwargs, generator_states(self._device_type))
 
     def has_backward(self, kept: KeptForward | None) -> bool:
-        """Whether a backward can run again: its output's gradient was kept, or stages run it within the forward."""
+        """Whether the backward of a forward can run again.
+
+        Its output's gradient was kept, or the model is in stages, which run it within the forward.
+        """
         return kept is not None and (kept.gradient is not None or self._is_in_stages)
 
     @property

@@ -69,7 +69,10 @@ def ranks_of_tokens(build: Build) -> int:
 
 
 def tells_tokens(model: nn.Module) -> Callable[[], bool]:
-    """A function that says whether the running forward's tokens count: of a rank's stages, only one counts them."""
+    """A function that says whether the tokens of the running forward count.
+
+    Of several stages of a rank, only the first counts them.
+    """
     own = stages_in(model)
 
     def tells() -> bool:

@@ -52,9 +52,9 @@ class Flop:
 
 
 class FlopCounter(PausedMode):
-    """Counts while it is entered and ``calls`` are recorded; ``shares``: the part that counts, by module.
+    """Counts while it is entered and ``calls`` are recorded.
 
-    The host waits for the device at each mask.
+    ``shares``: by a module's name, the part of its products that counts. The host waits for the device at each mask.
     """
 
     def __init__(self, calls: ModuleCalls, shares: Mapping[str, float]) -> None:

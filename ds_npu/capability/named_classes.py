@@ -1,4 +1,4 @@
-"""The classes that files of checkpoints may hold besides tensors and plain Python values, by their names."""
+"""The classes, given by name, whose objects checkpoint files may hold besides tensors and plain Python values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 
 AllowedClass = Callable[..., object]
-"""A class or function, of which files of checkpoints may hold an object."""
+"""A class or function whose objects checkpoint files may hold."""
 
 
 def named_classes(names: Iterable[str]) -> Iterator[AllowedClass]:

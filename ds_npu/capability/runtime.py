@@ -22,10 +22,10 @@ from ds_npu.capability.releases import SOURCE_CANN, Unavailable, installed_versi
 
 DEV = Path("/dev")
 BUFFER_SIZE = "hccl_buffer_size"
-"""The entry of torch_npu's ``hccl_config`` that has the MiB of each buffer of a communicator."""
+"""The key of torch_npu's ``hccl_config`` for the size of a communicator's buffers, in MiB."""
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 CPU_VARIABLES = {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-"""Variables with which neither DeepSpeed nor torch imports torch_npu by itself."""
+"""Environment variables that keep DeepSpeed and torch from importing torch_npu by themselves."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ _failures: list[Exception] = []
 
 
 def remember_failure(error: Exception) -> None:
-    """Take ``error`` for the reason why torch_npu cannot be imported, whatever importing it again would say."""
+    """Report ``error`` as the reason why torch_npu cannot be imported, whatever a later import fails with."""
     _failures.append(error)
 
 
@@ -96,7 +96,7 @@ def torch_npu_state() -> TorchNpuState:
 
 
 def missing_functions(names: Sequence[str]) -> Unavailable | None:
-    """Why not all of ``names`` can be called in torch_npu, which can be imported; None if they can."""
+    """Why torch_npu, which can be imported, has not all of the functions ``names``; None if it has."""
     module, _ = _torch_npu()
     absent = [name for name in names if not hasattr(module, name)]
     if not absent:
@@ -106,7 +106,10 @@ def missing_functions(names: Sequence[str]) -> Unavailable | None:
 
 
 def use_cpu() -> str:
-    """How to run on the CPU on purpose, as far as it is not done yet."""
+    """Advice for running on the CPU on purpose.
+
+    To set the variables that are not set yet, or else to uninstall torch_npu.
+    """
     missing = [f"{name}={value}" for name, value in CPU_VARIABLES.items() if os.environ.get(name) != value]
     if missing:
         return f"set {' and '.join(missing)} to run on the CPU on purpose"

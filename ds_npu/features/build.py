@@ -60,7 +60,7 @@ class Build:
     declared: list[Declaration] = field(default_factory=list)
     """Changes that features have made, in the order of application."""
     makes_plans: bool = False
-    """Whether something plans changes of the model while it trains."""
+    """Whether a feature plans changes of the model while it trains."""
     planned: PlannedKeys | None = None
     """Keys that a plan has chosen in training; None once the driver has changed the model by them."""
     is_planned: bool = False
@@ -106,7 +106,7 @@ class Build:
         return machine_of(torch.get_device_module(self.device_type).get_device_name() if has_device else "")
 
     def installed(self, part: str, what: str, install: Callable[[TrainingEngine], list[str]]) -> Change:
-        """The part of an engine that ``install`` provides once DeepSpeed has built it."""
+        """The change that provides the engine's ``part``: calls ``install`` once DeepSpeed has built the engine."""
         return Change("provides", part, what, partial(self.when_built.append, install))
 
     def same_random_numbers(self, axis: Axis, ranks: str) -> Change:
@@ -121,7 +121,7 @@ class Build:
 
     @property
     def is_cut_into_stages(self) -> bool:
-        """Whether the ranks along pp hold other layers: a PipelineModule's, or those that ``cut_into_stages`` left.
+        """Whether each rank along pp holds its own layers: the model is a PipelineModule, or was cut into stages.
 
         Raises ValueError where the model is not the stage that this rank is.
         """
@@ -148,12 +148,15 @@ class Feature(Generic[V]):
     key: str
     phase: Phase = Phase.ENGINE
     declare: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
-    """Declares the changes of the model, which it only reads; none where it is off. Raises where it cannot."""
+    """Declares the changes of the model, without making them.
+
+    There are none where the feature is off. Raises where the feature cannot do its part.
+    """
     parts: Callable[[V, Build], Iterable[Change]] = lambda value, build: ()
-    """Declares the parts that it provides for each engine, also for a model that was changed before."""
+    """Declares the parts that the feature provides for each engine, also where an earlier one changed the model."""
     asked: Callable[[V, Build], str] = lambda value, build: ""
-    """Describes its value, where its changes can be made to a model only once; else empty."""
+    """Describes the value, if the feature can change a model only once; else empty."""
     without_plan: Callable[[Build], str] = lambda build: ""
-    """Says in words whether it works for a model without a plan."""
+    """Says in words whether the feature works for a model without a plan."""
     unmet: Callable[[V], list[str]] = lambda value: []
     """Tells why this machine cannot do what the value needs; empty where it can."""

@@ -1,4 +1,4 @@
-"""``ds_npu.checkpoint``: saves behind training, copies in peers' memory, and classes in loaded checkpoints."""
+"""``ds_npu.checkpoint``: asynchronous saves, copies in peers' memory, and classes in loaded checkpoints."""
 
 from __future__ import annotations
 

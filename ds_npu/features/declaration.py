@@ -16,7 +16,7 @@ from ds_npu.models import names
 from ds_npu.parallel.runtime.forward_wraps import Level, P, Wrapper, wrap_forward
 
 Act = Literal["shards", "replaces", "wraps", "computes", "links", "sets", "hooks", "provides", "checks"]
-"""shards a parameter; replaces a module by another of the same name; wraps the forward of a module at a Level; computes
+"""Shards a parameter; replaces a module by another of the same name; wraps the forward of a module at a Level; computes
 the innermost forward of a module by an operator; links a function into the loss of a model at a LossLevel; sets
 attributes of a module; hooks a module's or a parameter's calls; provides a part of the engine; checks the model by
 running parts of it."""
@@ -32,7 +32,7 @@ class Phase(IntEnum):
     ENGINE = 0
     """Parts of the engine; the model does not change."""
     STAGES = 1
-    """The layers that a rank has: later phases change these alone."""
+    """Reduces the model to the layers of this rank: later phases change only these."""
     SHARDS = 2
     SEQUENCES = 3
     OPERATORS = 4
@@ -52,9 +52,9 @@ class Change:
     what: str
     """The result for the part; for "sets", the names of the attributes, separated by ", "."""
     make: Callable[[], object] | None = None
-    """Makes the change; None where the change before it makes both."""
+    """Makes the change; None where the preceding Change's ``make`` makes this one, too."""
     level: Level | LossLevel | None = None
-    """The level of "wraps" and of "links"."""
+    """The level of a change that "wraps" or "links"."""
 
 
 def wrap_by_name(model: nn.Module, name: str, what: str, wrapper: Wrapper, level: Level) -> Change:

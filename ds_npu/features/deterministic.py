@@ -1,10 +1,10 @@
 """``ds_npu.deterministic``: kernels and sums over ranks that give the same bits each time.
 
 torch then takes the deterministic form of its operators. Those without one are looked for in the forwards and backwards
-of the first optimizer step, before the weights change, and named together with their modules; behind it torch's own
-error names the first one. torch_npu tells CANN's operators (aclrtSetSysParamOpt) and HCCL's reductions (HcclSetConfig)
-with the next operator (SetDeterministicOption in torch_npu's OpCommand.cpp); HCCL ignores that where
-HCCL_DETERMINISTIC is set.
+of the first optimizer step, before the weights change, and named together with their modules; in later steps torch's
+own error names the first one. torch_npu sets this for CANN's operators (aclrtSetSysParamOpt) and HCCL's reductions
+(HcclSetConfig) when it runs the next operator (SetDeterministicOption in torch_npu's OpCommand.cpp); HCCL ignores it
+where HCCL_DETERMINISTIC is set.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _look_at_first_step(engine: TrainingEngine) -> list[str]:
     operators = UnfitOperators(calls)
     if engine.is_deepcompile_enabled():
         return []
-    # A compiled first step as it is written would have other bits than the same step of a run that goes on there.
+    # Run eagerly, a compiled first step would have other bits than the same step of a run that began earlier.
     steps = [ObservedStep(engine, calls, operators, leaves_compiled=True)]
 
     def before_step() -> None:

@@ -56,7 +56,7 @@ FEATURES: tuple[Feature[Any], ...] = (
     PROFILE,
 )
 CHANGED_FOR: Mark[dict[str, str]] = Mark("changed for")
-"""The texts for which a model was changed, by the key of each feature."""
+"""The values for which features changed a model, as texts (``Feature.asked``), by key."""
 
 Values = Sequence[tuple[Feature[Any], Any]]
 

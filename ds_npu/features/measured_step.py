@@ -118,7 +118,7 @@ class MeasuredStep:
             self.record.see(bucket, GRADIENTS)
 
     def _see_what_is_there(self) -> None:
-        """Mark what the optimizer holds, then gradients and weights, which it also holds, with their own uses."""
+        """Record the use of the optimizer's tensors, then of gradients and weights, some of which it also holds."""
         model = self._engine.module
         optimizer = self._engine.optimizer
         found = list(_tensors(optimizer, "", {}))

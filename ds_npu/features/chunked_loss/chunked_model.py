@@ -1,8 +1,8 @@
 """A causal language model of transformers that computes logits and loss a chunk of tokens at a time.
 
-It does so where it is trained on labels: a head returns DeferredLogits, and the loss, which is given these, calls the
-head again, for the loss of the hidden states. So the head's weight is read within calls of the head, where ZeRO-3 has
-gathered it, once for all chunks. Everywhere else logits are what they are without.
+It does so in training on labels: the head returns DeferredLogits instead of logits, and the loss function, which is
+given them, calls the head again for the loss of its hidden states. So the head's weight is read within a call of the
+head, where ZeRO-3 has gathered it, once for all chunks. In all other forwards the head returns its usual logits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NUMBERS = (int, float, torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class Operations:
-    """Functions that a model called of its logits, with their other arguments, in order."""
+    """Functions that a model applied to its logits, in order, with their other arguments."""
 
     calls: tuple[tuple[Operation, Arguments, Keywords], ...] = ()
 
@@ -166,7 +166,7 @@ class ChunkedModel:
         loss: ChunkedLoss,
         asked: _LossOfHead | None = None,
     ) -> torch.Tensor:
-        """Wrap of a head's forward: logits, deferred logits, or the loss that is ``asked`` for."""
+        """Wrap a head's forward: it returns logits, deferred logits, or the loss that is ``asked`` for."""
         if asked is not None:
             weight = head.get_parameter("weight")
             bias = head.bias
@@ -192,7 +192,7 @@ class ChunkedModel:
         return DeferredLogits.of(Source(head, hidden), shape, product_dtype(hidden), described)
 
     def _link(self, inner: LossFunction, logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Link of the loss: from deferred logits here, from others by ``inner``."""
+        """The link in the loss: computes the loss of deferred logits, and leaves other logits to ``inner``."""
         if not isinstance(logits, DeferredLogits):
             return inner(logits, *args, **kwargs)
         run = self._run.of(running())
@@ -221,7 +221,7 @@ class ChunkedModel:
         return mean_loss(total, targets, num_items_in_batch, ignore_index)
 
     def _finished(self, out: T, run: _Run) -> T:
-        """``out`` of a forward that deferred its logits, without their source."""
+        """``out`` of a forward that deferred its logits, in which they no longer hold the head's input."""
         if not run.is_used:
             raise ValueError(
                 f"{self._who} did not call its loss_function in training on labels, so its loss is its own, and "
@@ -252,7 +252,7 @@ def _head_of(hidden: torch.Tensor, weight: torch.Tensor, transform: Transform | 
 def smoothed(model: nn.Module, factor: float) -> Iterator[bool]:
     """Smooth the labels of the losses that ``model``, or a model in it, computes in chunks within this context.
 
-    Yields whether there are any, on this rank or in the last pipeline stage: in training.
+    Yields whether a model in training computes such a loss, here or in the last pipeline stage.
     """
     modules = list(model.modules())
     links = (link_of(module, LossLevel.CHUNKS) for module in modules)

@@ -15,7 +15,7 @@ AlgorithmChooser = Callable[[int, int], ContextAlgorithm]
 
 
 class AlgorithmChoice:
-    """The context axis of a model with the algorithm that it was given, or that a chooser chooses."""
+    """The context axis of a model; its algorithm is given, or a chooser chooses it for the first batch."""
 
     def __init__(self, topology: Topology, algorithm: ContextAlgorithm | AlgorithmChooser) -> None:
         self.topology = topology

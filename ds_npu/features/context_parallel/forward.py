@@ -86,7 +86,7 @@ class SequenceShardForward:
         return {name for name, each in self.signature.parameters.items() if each.kind in several}
 
     def _generates(self, given: Keywords) -> bool:
-        """Whether the call generates: tokens come one by one, so every rank computes all of them."""
+        """Whether the call generates tokens one by one: then every rank computes all tokens of the call."""
         if given.get("past_key_values") is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"{self.who} is given past_key_values and is trained: ds_npu.parallel.context divides sequences, "
@@ -95,7 +95,10 @@ class SequenceShardForward:
         return generates(given)
 
     def _shard_arguments(self, given: Keywords, micro_batch: MicroBatch) -> tuple[ShardedBatch, dict[str, Any]]:
-        """The batch of the arguments ``given``, and this rank's arguments; raises ValueError for one without shards."""
+        """The batch of the arguments ``given``, and this rank's shards of them.
+
+        Raises ValueError for arguments that cannot be sharded.
+        """
         first = next((given[name] for name in OF_TOKENS if given.get(name) is not None), None)
         if first is None:
             raise ValueError(f"{self.who} is given neither input_ids nor inputs_embeds")
@@ -120,7 +123,7 @@ class SequenceShardForward:
         for name in OF_TOKENS:
             if given.get(name) is not None:
                 local[name] = batch.shard(given[name])
-        # Of a model without attention they tell where documents begin, and nothing else.
+        # In a model without attention, positions only tell where documents begin.
         local.pop("position_ids", None)
         if "position_ids" in self.signature.parameters:
             local["position_ids"] = batch.shard(positions, positions.dim() - 1)
@@ -174,7 +177,7 @@ class SequenceShardForward:
     def _finish(
         self, out: MutableMapping[str, Any], batch: ShardedBatch, micro_batch: MicroBatch, given: Keywords
     ) -> None:
-        """Make the loss of a forward with labels whole; gather outputs of tokens, or guard those that nobody needs."""
+        """Make a loss on labels whole; gather outputs of tokens, or guard them in training on labels."""
         scores = TargetScores(given) if asks_for_scores(given) else None
         if scores is not None:
             weight = setting(self.model.config.get_text_config(), "router_aux_loss_coef", float)
@@ -201,5 +204,5 @@ class SequenceShardForward:
 
 
 def _guarded(output: Any, described: str, batch: ShardedBatch) -> Any:
-    """A guard on an output of tokens, which may be guarded by tensor ranks already."""
+    """A guard on this rank's shard ``output`` of the tokens; tensor parallelism may have guarded it already."""
     return guard_shard(output, described, lambda _: batch.gather(likeliest_words(output)))

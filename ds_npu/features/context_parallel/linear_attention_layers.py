@@ -21,7 +21,10 @@ from ds_npu.parallel.runtime.forward_wraps import Level, wrap_forward
 
 
 class ShardedRuns:
-    """This rank's tokens of a batch, mixed as runs of sequences that other ranks have parts of (``Sequences``)."""
+    """``Sequences`` over context ranks.
+
+    This rank has runs of their tokens, and exchanges states and halos with the other ranks.
+    """
 
     def __init__(self, batch: ShardedBatch, width: int) -> None:
         self.batch = batch
@@ -43,7 +46,7 @@ class ShardedRuns:
 
 
 def scan_states(layer: nn.Module, running_batch: RunningBatch) -> None:
-    """Make ``layer`` compute this rank's tokens of the running batch."""
+    """Make ``layer`` compute this rank's tokens of the running batch, with the states of the ranks before."""
     wrap_forward(layer, partial(_scanned, layer, running_batch), Level.OPERATOR)
 
 

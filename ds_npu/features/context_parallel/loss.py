@@ -92,7 +92,7 @@ class TargetScores:
         self.count = count.clamp(min=1) if isinstance(count, torch.Tensor) else count
 
     def arguments(self, batch: ShardedBatch) -> dict[str, Any]:
-        """The arguments of this rank's forward that stand for labels."""
+        """The arguments that replace the labels in this rank's forward."""
         assert self.targets.tokens is not None
         return {"labels": None, "shift_labels": batch.shard(self.targets.tokens), COUNT: self.count}
 

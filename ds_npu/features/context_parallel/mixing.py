@@ -22,7 +22,7 @@ from ds_npu.parallel.pipeline.pass_through import PassThrough
 WITHIN_TOKENS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
 """Kinds of layers (a config's ``layer_types``) in which only attention mixes tokens."""
 LINEAR = {"linear_attention", "mamba2", "mamba", "conv", "hybrid"}
-"""Kinds of layers that may be linear attention of a kind that is computed."""
+"""Kinds of layers that may be linear attention of a kind that ds_npu can shard."""
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """transformers' registry, from which an attention whose function can be exchanged takes its function."""
 BY_HEAD = {"sinks", "gate_bias"}

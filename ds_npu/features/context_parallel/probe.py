@@ -34,7 +34,7 @@ from ds_npu.models.plan import ModelPlan
 from ds_npu.topology.topology import Topology
 
 RANKS = 2
-"""More would show nothing else: tokens come from this rank or from another one."""
+"""Two ranks are enough: to a rank, tokens are its own or another rank's."""
 SAMPLES, LENGTH = 2, 4 * RANKS + 3
 FLOOR = 0.1
 """A gradient below this fraction of the largest one is compared as if it had this size."""
@@ -47,7 +47,7 @@ Results = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
 def check_context_blocks(model: nn.Module, plan: ModelPlan, topology: Topology) -> None:
-    """Raise the same ValueError on every context rank where ``model`` with sharded sequences computes something else.
+    """Raise the same ValueError on all context ranks if ``model`` computes otherwise where sequences are sharded.
 
     Every context rank calls it at the same time. One line in the log tells what could not be tried. Raises ValueError
     first where the sequences of ``model`` cannot be sharded at all.
@@ -66,7 +66,7 @@ def check_context_blocks(model: nn.Module, plan: ModelPlan, topology: Topology) 
 
 
 def probe_sequences(model: nn.Module, plan: ModelPlan, large: int = LARGE) -> ProbeResult:
-    """Compare the decoder of ``model`` with one block of each kind over sharded sequences with the same one whole.
+    """Compare a copy of the decoder, with one block of each kind, over sharded and over whole sequences.
 
     Weights of more than ``large`` numbers take hardly any memory, and their gradients are not compared.
     """
@@ -96,7 +96,7 @@ def probe_sequences(model: nn.Module, plan: ModelPlan, large: int = LARGE) -> Pr
 
 
 def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """The first of each kind of blocks: those with the same modules and sizes."""
+    """The first block of each kind; blocks of one kind have the same modules and sizes."""
     seen: dict[Hashable, str] = {}
     for block in plan.blocks:
         modules = model.get_submodule(block).named_modules()

@@ -28,7 +28,7 @@ _numbers = itertools.count()
 
 
 class SequenceShardAttention:
-    """The attention and mask function of one model; ``running_batch`` tells whose tokens they are given."""
+    """The attention and mask functions of one model; ``running_batch`` tells which tokens they are given."""
 
     def __init__(self, running_batch: RunningBatch, values: ValueExchangeOverlap) -> None:
         self.running_batch, self.values = running_batch, values
@@ -102,7 +102,7 @@ class SequenceShardAttention:
         return context_attention(q, k, self.values.of(module, v), batch.axis, options, batch.tokens), None
 
     def checked(self, model: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Wrap of ``model``: raises ValueError where an attention has not called ``attend``, but computed by itself."""
+        """Wrap the forward of ``model``: raise ValueError where an attention has computed without ``attend``."""
         out = forward(*args, **kwargs)
         # Only one of several pipeline stages has run.
         present = set(model.modules()) if self.not_called else ()
@@ -129,7 +129,7 @@ def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:
 
 
 def _in_chunks(pattern: masks.Pattern, size: int, batch: ShardedBatch) -> Mask:
-    """A mask of the whole sequence [B or 1, 1, S, S], where no document hides anything between chunks of ``size``."""
+    """A mask of the whole sequence [B or 1, 1, S, S], in which rows see only keys of their own chunk of ``size``."""
     padding = batch.visibility.padding
     length = batch.tokens.length
     device = batch.device

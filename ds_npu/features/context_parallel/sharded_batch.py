@@ -97,14 +97,14 @@ class BatchArguments:
         return tuple(range(begin, end) for begin, end in itertools.pairwise(found) if end > begin)
 
     def _numbered(self, numbers: Any) -> Visibility:
-        """``seq_idx`` [B, S]: the number of each token's document, ascending."""
+        """Documents by ``seq_idx`` [B, S]: the number of each token's document, ascending."""
         if not isinstance(numbers, torch.Tensor) or numbers.shape != (self.samples, self.length):
             found = list(numbers.shape) if isinstance(numbers, torch.Tensor) else type(numbers).__name__
             raise ValueError(f"seq_idx: found {found}; [{self.samples}, {self.length}] is accepted")
         return self._begun(numbers[:, 1:] != numbers[:, :-1])
 
     def _packed(self, positions: torch.Tensor | None) -> Visibility:
-        """A position that is not its predecessor plus one begins a document."""
+        """Documents by ``positions``: a position that is not its predecessor plus one begins a document."""
         if positions is None or (positions.dim() == 3 and len(positions) != 4):
             return EVERYTHING
         # Qwen2-VL has four rows of positions; the first is that of the text.
@@ -112,7 +112,7 @@ class BatchArguments:
         return self._begun(rows[:, 1:] != rows[:, :-1] + 1)
 
     def _begun(self, begins: torch.Tensor) -> Visibility:
-        """Documents that begin where ``begins`` [B or 1, S - 1] says so of all tokens but the first."""
+        """Documents that begin where ``begins`` [B or 1, S - 1], of all tokens but the first, is true."""
         # The host waits, as above, once a batch.
         begins = begins.cpu()
         if not begins.any():
@@ -141,7 +141,7 @@ class BatchArguments:
                 continue
             first = int(positions[0])
             past = int(positions[-1]) + 1
-            # The loss counts a row of padding with a target, and the mask says what it sees, which documents cannot.
+            # A row of padding with a target counts in the loss; what it sees only a mask can say, not documents.
             counts = targets[past:].any() or (not self.shifted and targets[:first].any())
             if past - first != len(positions) or counts:
                 return Visibility(padding=mask == 0)
@@ -265,7 +265,7 @@ class UnshardedBatch:
 
 
 class RunningBatch:
-    """The batch of the forward that runs, or is computed again, as its MicroBatch knows it."""
+    """The batch of the forward that runs, or is recomputed: a Fact of the forward's MicroBatch."""
 
     def __init__(self) -> None:
         self._batch: Fact[ShardedBatch | UnshardedBatch] = Fact()

@@ -50,7 +50,7 @@ from ds_npu.parallel.tensor.randomness import RegionRandomness, drops
 from ds_npu.topology.topology import Topology
 
 SEQUENCES_SHARDED: Mark[nn.Module] = Mark("sequences sharded")
-"""The model that holds a sharded one, in the records of both."""
+"""Marks a sharded model of transformers and the model that holds it; the value of both is the latter."""
 ALGORITHM_CHOICE: Mark[AlgorithmChoice] = Mark("context algorithm")
 """The chosen algorithm of a model."""
 GUARDS = "__deepcopy__, compile"
@@ -146,7 +146,7 @@ class _SequenceSharder:
         wrap_forward(inner, forward, Level.SEQUENCE)
 
     def _share_gradients(self) -> None:
-        """Divide gradients behind the model by the number of ranks, and multiply those of the inner model's outputs.
+        """Divide the gradients of the model's outputs by the number of ranks; multiply those of the inner model's.
 
         What the model computes from these outputs is the same on all ranks, whose weight gradients are summed; the
         inner model needs the whole gradient of its outputs.

@@ -29,9 +29,9 @@ class ValueExchangeOverlap:
         self.model, self.running_batch = model, running_batch
         self._in_flight: Fact[dict[nn.Module, PostedTensor]] = Fact(while_running=True)
         self._changed: set[nn.Module] = set()
-        """Attentions that change values between projection and attention function: they exchange them there."""
+        """Attentions that change values between projection and attention function, which exchanges them instead."""
         self._to_hook: dict[nn.Module, tuple[str, int, int]] = {}
-        """Attentions that have not been called yet: value projection, query heads of this rank, width of a value."""
+        """For attentions not called yet: the value projection's name, this rank's query heads, the width of a value."""
         for name in plan.named(Role.VALUE):
             attention = plan.around(name, Role.ATTENTION)
             if attention is not None and attention in plan.attentions:
@@ -45,7 +45,7 @@ class ValueExchangeOverlap:
         return [name for name, _, _ in self._to_hook.values()]
 
     def of(self, attention: nn.Module, value_BSND: torch.Tensor) -> torch.Tensor | PostedTensor:
-        """The values of ``attention`` in flight, if ``value_BSND`` is what was sent; else ``value_BSND``."""
+        """The values of ``attention`` in flight, if the tensor sent was ``value_BSND``; else ``value_BSND`` itself."""
         if attention in self._to_hook:
             name, heads, width = self._to_hook.pop(attention)
             # Registered in the first forward, so behind other hooks, which may replace the output (ZeRO-3's hook that

@@ -59,7 +59,7 @@ def border_names(section: DumpSection, build: Build) -> list[str]:
 
 
 class Dumping:
-    """The dump of one engine: which steps are dumped, and when it ends."""
+    """Dumps the chosen steps of one engine."""
 
     def __init__(self, engine: TrainingEngine, section: DumpSection, records: StepRecords) -> None:
         self.engine, self.records = engine, records
@@ -73,7 +73,10 @@ class Dumping:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Begin a step that is dumped at the first call of its forward."""
+        """Begin a step that is dumped at its first forward.
+
+        After a backward, scale the recorded gradients of outputs.
+        """
         records, engine = self.records, self.engine
         trains = engine.module.training and torch.is_grad_enabled()
         if engine.global_steps in self.missing and trains and not records.is_open:

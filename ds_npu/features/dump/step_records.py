@@ -1,7 +1,8 @@
-"""Records one optimizer step after the other, of those that are to be dumped, on one rank.
+"""Records the optimizer steps that are to be dumped, on one rank.
 
-In such a step hooks of blocks, attention, MLPs and norms record what these return and its gradient: values that are
-whole along the hidden dim on every rank, as no tensor-parallel region is open there. Else nothing is hooked.
+In such a step hooks of blocks, attention, MLPs and norms record the outputs of these modules and their gradients: they
+are whole along the hidden dim on every rank, as no tensor-parallel region is open there. In other steps no module is
+hooked.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class StepRecords:
         self._record_weights(GRADIENT, self._readable(gradient_pieces), factor=1 / scale)
 
     def scale_outputs(self, scale: float) -> None:
-        """Tell the outputs' gradients, of the backward that has ended, their ``scale`` to those of the whole batch."""
+        """Note in the records of outputs' gradients the factor ``scale`` that makes them those of the whole batch."""
         for each in self.recorded:
             for record in each.gradients:
                 record.setdefault("factor", scale)
@@ -159,7 +160,7 @@ class StepRecords:
             raise
 
     def _forget(self, dumped: DumpedForward, lines: int, numbers: int) -> None:
-        """Drop the records of a forward that has ended with an error: those behind ``lines`` and ``numbers``."""
+        """Drop the records of a forward that has failed: all behind the file's first ``lines`` and ``numbers``."""
         for record, _ in self.file.numbers[numbers:]:
             self.file.tensors.pop(record.get("tensor", ""), None)
         del self.file.lines[lines:], self.file.numbers[numbers:]
@@ -227,7 +228,7 @@ def loss_scale(optimizer: Any) -> float:
 
 @contextmanager
 def one_message(records: StepRecords, stop: Callable[[], None]) -> Iterator[None]:
-    """A context in which a dump that cannot be written is one warning, after which nothing is dumped any more."""
+    """A context in which a dump that cannot be written ends all dumping, with one warning."""
     try:
         yield
     except DumpError as error:

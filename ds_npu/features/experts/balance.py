@@ -29,7 +29,7 @@ KEYS = "ds_npu.moe.aux_loss and z_loss"
 
 
 def token_ranks(build: Build) -> TokenRanks:
-    """The ranks of a build's engine that hold other tokens."""
+    """The groups of ranks of a build's engine that hold different tokens."""
     topology = build.topology
     tensor = (topology.group("tp"),) if build.sequence_parallel and topology.size("tp") > 1 else ()
     context = (topology.group("cp"),) if topology.size("cp") > 1 else ()
@@ -114,9 +114,9 @@ class _BalancedForward:
 
 
 def _refuse_other_losses(added: torch.Tensor, logits: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """Make a backward that reaches a router's ``logits``, but not the ``added`` loss made of them, raise ValueError.
+    """Raise ValueError in a backward that reaches a router's ``logits``, but not the ``added`` loss made of them.
 
-    It would train routers without balance. A gradient reaches ``logits`` after everything computed from them.
+    Such a backward would train routers without balance. Gradients reach ``logits`` after all computed from them.
     """
     reached: list[bool] = []
 

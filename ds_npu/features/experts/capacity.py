@@ -25,7 +25,7 @@ from ds_npu.parallel.runtime.forward_wraps import Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 _MOST: Fact[dict[str, int]] = Fact()
-"""The most tokens of any rank, by a layer's name without its number."""
+"""The most tokens that any rank has in a layer, by the layer's name without its number."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class CapacityLimit:
     def compute(
         self, compute: Compute, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, axis: ExpertAxis
     ) -> torch.Tensor:
-        """Call ``compute`` with choices ``within`` capacity, padded if ``pads``."""
+        """Call ``compute`` with choices that are ``within`` capacity, each expert's rows padded if ``pads``."""
         if not self.pads:
             return compute(x_TH, ids_TK, weights_TK)
         most = _most_tokens(ids_TK, self.kind, axis)
@@ -93,7 +93,7 @@ def _most_tokens(ids_TK: torch.Tensor, kind: str, axis: ExpertAxis) -> int:
 
 
 def agrees_on_tokens(model: nn.Module) -> Change:
-    """Share the most tokens of any rank, which the first layer of a forward learns, with its other layers."""
+    """The change by which only the first layer of a kind in a forward asks all ranks for their tokens."""
 
     def begun(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         with new_forward() as micro_batch:

@@ -65,7 +65,7 @@ def _declare(section: MoeSection, build: Build) -> Iterable[Change]:
         return []
     check_not_compiled(build.model, "expert")
     layouts = expert_layouts(build.model, build.partial_plan)
-    # Some of several stages may have no experts: the whole model was checked before it was cut.
+    # A pipeline stage may have no experts: the whole model was checked before it was cut.
     if not layouts and not stages_in(build.model):
         raise ValueError(_nowhere(build.model))
     balance = list(balance_changes(section, build, layouts))

@@ -25,7 +25,7 @@ from ds_npu.parallel.tensor.direct_layers import PRODUCT, USES_SINK
 def compute_experts_at_once(
     piece: Piece, experts: ExpertWeights, axis: ExpertAxis, options: ExpertOptions
 ) -> torch.Tensor:
-    """``compute_experts`` of x, ids and weights."""
+    """``compute_experts`` with tokens, ids and weights as one ``piece``."""
     return compute_experts(*piece, experts, axis, options)
 
 

@@ -59,7 +59,7 @@ class ExpertLoad:
     """Counts of the choices of a model's layers in training, since the last ``take``."""
 
     def __init__(self, experts: Mapping[str, int], factor: float | None, groups: tuple[dist.ProcessGroup, ...]) -> None:
-        """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` of ranks with other tokens."""
+        """``experts`` of all ranks by layer name; their capacity ``factor``; ``groups`` of ranks to sum over."""
         self.experts = dict(experts)
         self.factor = factor
         self._groups = groups
@@ -131,7 +131,7 @@ def _corrections(build: Build, rate: float) -> Iterator[tuple[str, tuple[str, to
 def _shards(build: Build, name: str) -> int:
     """The number of ranks over which the experts of the module ``name`` are sharded already."""
     weight = dict(build.model.get_submodule(name).named_parameters(recurse=False)).get("down_proj")
-    # The layout of experts in a list counts all of them.
+    # The layout of experts in a list counts those of all ranks.
     sharding = None if weight is None else placement_of(weight).sharded.get("ep")
     return 1 if sharding is None else build.topology.size("ep")
 
@@ -172,7 +172,7 @@ def _counted(model: nn.Module, load: ExpertLoad, forward: Callable[P, R], *args:
 
 
 def _kept_wide(model: nn.Module, name: str, values: torch.Tensor) -> torch.Tensor:
-    """The buffer ``name``, with its ``values`` and dtype from before DeepSpeed cast the model to a narrow dtype.
+    """Restore the ``values`` and dtype that the buffer ``name`` had before DeepSpeed cast the model; return it.
 
     A narrow buffer would round away small steps.
     """
@@ -228,7 +228,10 @@ def update_bias_(bias_E: torch.Tensor, chosen_E: torch.Tensor, rate: float) -> N
 
 
 class _Report:
-    """Writes counts of all ranks, on rank 0; one rank of each stage makes it, and these call it at the same time."""
+    """Writes the counts of all stages, on rank 0.
+
+    One rank of each stage makes a report, and all of these ranks call ``write`` at the same time.
+    """
 
     def __init__(self, load: ExpertLoad, path: str | None, stages: dist.ProcessGroup) -> None:
         self.load, self.path, self._stages = load, None if path is None else Path(path), stages
@@ -237,7 +240,10 @@ class _Report:
             self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, engine: TrainingEngine, counts: torch.Tensor | None) -> None:
-        """Write ``counts`` of this stage's layers; None where it has none, or no forward was trained."""
+        """Write the counts of all stages.
+
+        ``counts``: those of this stage; None where it has no layers, or no forward was trained.
+        """
         layers = self._of_stages({} if counts is None else self._layers(counts))
         if dist.get_rank() != 0 or not layers:
             return

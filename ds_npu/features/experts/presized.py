@@ -38,7 +38,7 @@ FORWARDS = 64
 Piece = tuple[str, int]
 """The name of a layer's experts, and the index of a piece of its tokens."""
 Needs = dict[Piece, list[Pending[torch.Tensor]]]
-"""The needs of each call of a layer in one forward."""
+"""The buffer sizes that each call of a piece has needed in one forward."""
 
 _SIZES: Fact[Mapping[Piece, BufferSizes]] = Fact()
 """The buffer sizes of the running forward and of its recomputation; a piece without them has exact sizes."""
@@ -59,7 +59,10 @@ class PresizedForward:
         self.repeated = 0
 
     def plans(self, name: str, plans: Sequence[AllToAllPlan]) -> Sequence[Plan]:
-        """``ExpertOptions.presize`` of the experts ``name``."""
+        """Give the ``plans`` of the experts ``name`` the forward's buffer sizes.
+
+        The sizes that they need are noted. This is ``ExpertOptions.presize`` of these experts.
+        """
         sizes = _SIZES.of(running())
         needs = _NEEDS.of(running())
         if sizes is None:
@@ -149,7 +152,7 @@ class PresizedForward:
 
     @cached_property
     def _groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which, one after the other, the ranks of one forward learn whether rows fitted.
+        """The groups of the all-reduces, one after the other, that tell all ranks of a forward whether rows fitted.
 
         The ranks of an expert axis know the same already.
         """

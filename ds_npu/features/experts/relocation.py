@@ -37,7 +37,7 @@ KEY = "ds_npu.moe.placement_interval"
 EXPERT_MAP = "ds_npu_expert_places"
 """The key of the expert maps in a checkpoint."""
 MAPPED_EXPERTS: Mark[MappedExperts] = Mark("mapped experts")
-"""The experts of a module that may move."""
+"""Marks a module whose experts may move, with their map."""
 VIEW: tuple[Axis, ...] = ("edp", "ep", "etp")
 """The axes of the ranks that hold a layer's experts and their copies."""
 State = dict[str, Any]

@@ -22,11 +22,11 @@ from ds_npu.parallel.runtime.marks import Mark
 from ds_npu.parallel.runtime.micro_batch import Fact, new_forward, running
 
 CORRECTION = "e_score_correction_bias"
-"""The buffer that a router adds to scores only to choose experts."""
+"""The name of a router's buffer that is added to the scores by which experts are chosen, and to nothing else."""
 
 
 OF_NO_EXPERT = ("ZayaExperts",)
-"""Experts of transformers whose routers choose none of them by the first expert with a weight of 0."""
+"""Classes of transformers' experts whose routers express "no expert" as the first expert with a weight of 0."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def shared_call(model: nn.Module, experts: str) -> SharedCall | None:
 
 
 def shared_changes(model: nn.Module, call: SharedCall, shared: SharedExperts) -> Iterator[Change]:
-    """Wrap the forwards that ``shared`` has to see."""
+    """Wrap for ``shared`` the forwards of the block, its routed experts, its shared experts and their last layer."""
 
     def wrap(name: str, wrapper: Wrapper, level: Level) -> None:
         # Looked up when the change is made, because other features replace layers.
@@ -103,7 +103,7 @@ def _calls_after(tree: ast.Module, experts: str) -> Iterator[tuple[str, bool]]:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt | ast.expr]:
-    """All statements in the order of the source; the heads of those with a body."""
+    """All statements in the order of the source; ``if`` and ``with`` as condition or contexts, then the body."""
     for statement in body:
         if isinstance(statement, ast.If):
             yield statement.test

@@ -29,7 +29,10 @@ FUSED_KEYS: Mark[frozenset[str]] = Mark("fused ops")
 
 
 def fuse_attention(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Say how the transformers models in ``model`` come to compute their attention with ``ops.attention``."""
+    """Yield for each attention whether it uses ``ops.attention``, or why not.
+
+    The first result has the changes for all attentions.
+    """
     reason = ""
     changes = exchanges_of_attention(model, "ds_npu's", partial(use_attention, model))
     try:

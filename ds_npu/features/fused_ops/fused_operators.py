@@ -91,8 +91,8 @@ def _declare(section: FusedOpsSection, build: Build) -> Iterable[Change]:
 def _operators(wanted: list[str], build: Build, must: bool) -> tuple[list[Change], list[str]]:
     """The changes, and lines that say where each operator goes.
 
-    Raises PlanError for a model of whose modules nothing is known, or which tensor ranks would shard without a plan, if
-    an operator ``must`` be in it.
+    Where nothing is known of the model's modules, or not of all and tensor ranks shard them, raises PlanError if an
+    operator ``must`` be in the model, and else says so in a line.
     """
     if fused_keys(build.model).issuperset(wanted):
         # Sharded and fused before: the modules of the model are no longer those of a plan.

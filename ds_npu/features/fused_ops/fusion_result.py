@@ -21,7 +21,7 @@ class FusionResult(NamedTuple):
     reason: str = ""
     """Why it is left as it is; empty where the operator goes into it."""
     condition: str = ""
-    """When it computes with the operator that goes into it; empty: always."""
+    """When the module computes with the operator; empty: always."""
     changes: tuple[Change, ...] = ()
 
 

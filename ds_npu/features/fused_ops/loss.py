@@ -21,15 +21,15 @@ from ds_npu.parallel.runtime.forward_wraps import disable_tracing
 from ds_npu.parallel.tensor.cross_entropy import mean_loss, next_token_targets
 
 WORDS = 7
-"""The vocabulary of the probe."""
+"""The number of words in the losses that are compared."""
 WHOLE_LOGITS = (
     "its logits are whole: trained on labels, tensor ranks keep them sharded and compute the vocabulary-parallel loss"
 )
-"""When the operator computes the loss; the text is the same for all features of the model, in any order."""
+"""When the operator computes the loss; the text does not depend on the model's other features."""
 
 
 def fuse_loss(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Say how ``ops.cross_entropy`` goes into the loss function of the model around the head of ``plan``."""
+    """Yield whether ``ops.cross_entropy`` goes into the loss of the model around the head of ``plan``, or why not."""
     if plan.head is None:
         return
     found = ((name, model.get_submodule(name)) for name in names.ancestors(plan.head))

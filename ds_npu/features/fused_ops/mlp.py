@@ -31,7 +31,7 @@ K, N = 6, 10
 
 
 def fuse_mlps(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Say how ``ops.swiglu`` goes into every MLP, and all experts, of ``plan`` that compute the same."""
+    """Yield for each MLP and module of experts in ``plan`` the change to ``ops.swiglu``, or why there is none."""
     compared: dict[Hashable, str | None] = {}
     for name in plan.named(Role.MLP):
         module = model.get_submodule(name)
@@ -57,11 +57,11 @@ def _linears(plan: ModelPlan, mlp: str) -> dict[Role, str]:
 
 
 Fused = tuple[functools.partial[torch.Tensor], Mapping[str, tuple[int, int]]]
-"""The forward of an MLP with the operator; widths (inputs, outputs) of the linears in its comparison, by name."""
+"""The forward of an MLP with the operator; (inputs, outputs) of its linears in the comparison, by name."""
 
 
 def _with_operator(module: nn.Module, linears: dict[Role, str]) -> Fused | None:
-    """``module`` with the operator; None for an MLP without a gate."""
+    """The forward of ``module`` with the operator; None for an MLP without a gate."""
     if set(linears) == {Role.GATE, Role.UP, Role.DOWN}:
         gate = linears[Role.GATE]
         up = linears[Role.UP]

@@ -19,7 +19,7 @@ NORMS = (Role.NORM, Role.FINAL_NORM, Role.HEAD_NORM)
 
 
 def fuse_norms(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Say how ``ops.rms_norm`` goes into every norm of ``plan`` that computes the same."""
+    """Yield for each norm of ``plan`` the change to ``ops.rms_norm``, or why there is none."""
     compared: dict[Hashable, tuple[float, float, bool] | str] = {}
     for name in plan.named(*NORMS):
         module = model.get_submodule(name)

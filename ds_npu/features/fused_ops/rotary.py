@@ -95,7 +95,7 @@ SIGNATURES: dict[tuple[str, ...], Callable[[Rotation], Callable[..., Pair]]] = {
 
 
 def fuse_rotary(model: nn.Module, plan: ModelPlan) -> Iterator[FusionResult]:
-    """Say how ``ops.rotary`` goes into every attention of ``plan`` whose function computes the same."""
+    """Yield for each attention of ``plan`` the change to ``ops.rotary``, or why there is none."""
     if not plan.named(Role.ROTARY):
         return
     # One function for all modules of a class.

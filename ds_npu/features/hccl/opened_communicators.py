@@ -1,7 +1,7 @@
 """``ds_npu.hccl``: HCCL's communicators are opened in one order before they are used, with the options of the section.
 
-torch_npu opens a communicator when a group is first used. Within a step that is a wait of which nobody is told, and
-ranks that use their groups in different orders wait for each other for ever.
+torch_npu opens a communicator when a group is first used. Within a step no message tells of that wait, and ranks that
+first use their groups in different orders wait for each other for ever.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ class LossLevel(IntEnum):
     SHARE = 0
     """This rank's share of the loss of a batch: the labels of its own tokens, the number of labels of all."""
     CHUNKS = 1
-    """The loss with the head, a chunk of tokens at a time: instead of the inner links, where no logits exist."""
+    """The loss of hidden states, a chunk of tokens at a time: replaces the inner links where no logits exist."""
     VOCABULARY = 2
-    """The loss of logits whose vocabulary is sharded: instead of the inner links, where the logits are not whole."""
+    """The loss of logits whose vocabulary is sharded: replaces the inner links where the logits are not whole."""
     OPERATOR = 3
     """The computation itself, in an operator of ours, instead of the model's own."""
 
@@ -180,7 +180,7 @@ def has_causal_lm_loss(model: nn.Module) -> TypeGuard[HuggingFaceModel]:
 
 
 def users_loss(model: object) -> LossFunction | None:
-    """The loss function that was set on this one ``model`` of transformers, not by ds_npu; None: it has its class's."""
+    """The loss function that the user set on this one ``model`` of transformers; None: it has its class's."""
     found = attribute(model, "_loss_function", object)
     return found if callable(found) and not isinstance(found, ModelLoss) else None
 
@@ -231,7 +231,7 @@ class Targets:
 
 @dataclass
 class LossChunks:
-    """The tokens of a chunk of one model's loss."""
+    """The number of tokens in a chunk of one model's loss."""
 
     tokens: int
     is_planned: bool

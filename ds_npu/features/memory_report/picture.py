@@ -79,7 +79,7 @@ def _in_bands(held: Bytes, bands: Sequence[str], colours: dict[str, str]) -> lis
 def _areas(
     curve: Sequence[tuple[int, Bytes]], bands: Sequence[str], colours: dict[str, str], scale: tuple[float, float]
 ) -> Iterator[str]:
-    """A polygon for each band; scale: pixels of a change, and of a byte."""
+    """A polygon for each band; ``scale``: pixels per change of the memory, and per byte."""
     xs = [LEFT + scale[0] * count for count, _ in curve]
     rows = [_in_bands(held, bands, colours) for _, held in curve]
     below = [0.0] * len(rows)

@@ -1,4 +1,4 @@
-"""The exchange of a model's attention, as changes that features declare."""
+"""Changes that replace the attention function of a model, for features to declare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ds_npu.models.attention_function import modules_with_config
 
 
 def exchanges_of_attention(model: nn.Module, whose: str, make: Callable[[], None]) -> tuple[Change, ...]:
-    """Changes that give ``model`` another attention, which ``whose`` names; the first one makes them all."""
+    """Change the attention of ``model`` to the one that ``whose`` describes.
+
+    There is one change for each module with a config; the first one makes them all.
+    """
     names = [name for name, _ in modules_with_config(model)]
     what = f"config: attention is {whose}"
     return tuple(Change("sets", name, what, None if index else make) for index, name in enumerate(names))

@@ -1,4 +1,4 @@
-"""Hugging Face's activation checkpointing of a sharded model: each block is computed again in its MicroBatch."""
+"""Hugging Face's activation checkpointing of a sharded model: blocks are recomputed in their forward's MicroBatch."""
 
 from __future__ import annotations
 

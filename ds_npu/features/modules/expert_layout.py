@@ -57,7 +57,7 @@ class ExpertLayout:
 
     @property
     def sinks(self) -> tuple[str, ...]:
-        """The parameters whose products the optimizer's buffers may take."""
+        """The parameters whose weight gradients may be accumulated in the optimizer's buffers."""
         return self.names[:2]
 
     def shardings(self, name: str, ep: int, etp: int) -> dict[Axis, Sharding]:

@@ -38,7 +38,10 @@ class Sequences(Protocol):
         """[B, S, 1]: False for padding that layers must not see; None where there is none."""
 
     def compute(self, mixer: Callable[..., torch.Tensor], *of_tokens: torch.Tensor) -> torch.Tensor:
-        """``mixer`` of tensors [B, S, ...], called with them in the order that the two below take: [P, L, ...]."""
+        """Call ``mixer`` with tensors [P, L, ...], rearranged for ``convolve`` and ``attend``.
+
+        They are made of tensors [B, S, ...], and the result is rearranged back.
+        """
 
     def convolve(self, x_PLC: torch.Tensor, convolution: nn.Module) -> torch.Tensor:
         """The causal convolution with the weight and bias of ``convolution``."""

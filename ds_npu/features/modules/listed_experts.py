@@ -73,7 +73,7 @@ class ListedLayout:
     mlp: Mlp
     has_bias: bool
     sinks: tuple[str, ...] = ()
-    """Parameters whose products the optimizer's buffers may take: none, as stacked weights are no parameters."""
+    """Parameters whose gradients the optimizer's buffers may accumulate: none, as stacked weights are no parameters."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, for probes: what ranks compute of a copy is compared with one rank's."""
+"""Ranks as threads of this process, for probes that compare several ranks' results of a copy with one rank's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ThreadTopology(Topology):
         self._own = {}
 
     def _open(self, ranks: tuple[int, ...], axes: str, name: str = "") -> dist.ProcessGroup | None:
-        """A group of one rank; raises ValueError for another, whose threads are not known."""
+        """Open a group of one rank; raises ValueError for more: only the group of all threads exists."""
         if len(ranks) > 1:
             raise ValueError(f"threads have no group {name} of the ranks {ranks}")
         return ThreadGroup(0, threading.Barrier(1), [torch.empty(0)]) if self.global_rank in ranks else None

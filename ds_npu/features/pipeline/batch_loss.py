@@ -67,7 +67,7 @@ with_loss = applied(_WithLoss, _WithLoss.forward)
 
 
 class BatchLoss:
-    """How the losses of the micro-batches of ``model`` make the batch's."""
+    """How the losses of the micro-batches of ``model`` add up to the loss of the batch."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found = hugging_face_model(model)
@@ -103,7 +103,7 @@ class BatchLoss:
         return torch.as_tensor(sum(_count(part, shifted=True) for part in parts)).clamp(min=1)
 
     def share(self, loss: torch.Tensor, parts: Sequence[Keywords], index: int, items: Items | None) -> torch.Tensor:
-        """The part of the batch's loss that comes from ``loss``, a mean over one of ``parts`` (a router's)."""
+        """The part of the batch's loss that comes from ``loss``, a mean over the part ``index`` (a router's loss)."""
         if items is None or self._found is None:
             return loss / len(parts)
         # The product comes first: a quotient of integers would be a float32.
@@ -127,7 +127,7 @@ class _OneLoss(Context):
 
 
 class _LogProbs(torch.autograd.Function):
-    """``log_probs``, whose gradient is that of ``loss``: -(their sum where ``counts``) / ``items``."""
+    """Returns ``log_probs``, whose backward is that of ``loss``: -(their sum where ``counts``) / ``items``."""
 
     @staticmethod
     def forward(
@@ -150,7 +150,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _NotDifferentiated(torch.autograd.Function):
-    """``score``, which a loss must not be made of; ``loss``: a tensor with a graph."""
+    """Returns ``score``, made part of the graph of ``loss``; its backward raises ValueError."""
 
     @staticmethod
     def forward(ctx: Context, loss: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def _refusal(what: str) -> str:
 
 
 def with_graph(out: MutableMapping[str, Any], loss: torch.Tensor, items: torch.Tensor | int) -> None:
-    """Give the scores in ``out``, of a whole batch and without graphs, the graph of ``loss``, a leaf.
+    """Make the scores in ``out``, of a whole batch and without graphs, depend on the leaf ``loss`` in backward.
 
     ``loss``: minus the sum of the log-probabilities where ``label_mask`` is true, divided by ``items``; its gradients
     are there already.

@@ -37,11 +37,11 @@ class Pictures:
     pixels: str
     """The argument with the pixels of all samples: [rows, ...]."""
     token: str
-    """The setting that is the token for a piece of a picture."""
+    """The setting with the id of the token for a piece of a picture."""
     grid: str | None = None
     """The argument with the sizes in rows of pixels [count, 3]; None: one row each, and equally many tokens."""
     of_each: tuple[str, ...] = ()
-    """More arguments [count, ...]."""
+    """More arguments [count, ...], with an entry for each picture."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ SERVED: dict[str, tuple[Pictures, ...]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), QWEN),
     **dict.fromkeys(("llava", "gemma3"), ONE_SIZE),
 }
-"""The pictures of each type of model. Pixels only become embeddings of tokens, and features of DeepStack."""
+"""The pictures of each served type of model: their pixels become only token embeddings and DeepStack features."""
 INPUTS = (
     *("pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes", "image_embeds", "video_embeds"),
     *("input_features", "input_values", "audio_values", "mm_encoder_outputs"),
@@ -98,7 +98,7 @@ def check_no_pixels(model: nn.Module, given: Keywords) -> None:
 
 
 def without_pixels(model: nn.Module, given: Keywords) -> dict[str, Any]:
-    """Arguments of the stages behind the first."""
+    """The arguments of the stages behind the first: ``given`` without pixels."""
     pixels = [each.pixels for each in pictures_of(model)]
     return {name: each for name, each in given.items() if name not in pixels}
 
@@ -170,7 +170,7 @@ def _sizes(model: HuggingFaceModel | None, kind: Pictures, given: Keywords, tota
 
 
 def link_deep_stack(model: nn.Module) -> None:
-    """Make the text models of ``model``, in stages, send on the features that later stages add."""
+    """Make the text models in a stage pass on the DeepStack features, and their mask, that later stages add."""
     for module in model.modules():
         if FEATURES in inspect.signature(module.forward).parameters:
             module.register_forward_pre_hook(_crossing, with_kwargs=True)

@@ -76,7 +76,7 @@ class PipelineLayout:
         return self.rank_of[-1]
 
     def forwards(self, micro_batches: int) -> Schedule:
-        """An evaluation: on each rank the micro-batches through one stage after the other."""
+        """The schedule of an evaluation: a rank runs all micro-batches through one of its stages, then the next."""
         return _forwards(self.rank_of, micro_batches)
 
 

@@ -68,10 +68,10 @@ class StageModules:
 
 
 def stages_of(plan: ModelPlan, split: int | Sequence[int]) -> list[StageModules]:
-    """The modules of each stage: of ``split`` stages as even as possible, or of stages with these numbers of blocks.
+    """The modules of each stage; ``split``: how many stages, as even as possible, or the number of blocks of each.
 
     The first stage also holds embeddings and what stands before the blocks, the last one final norm and head. Raises
-    ValueError where the numbers do not add up, and for a module of which it is not known where it belongs.
+    ValueError where the numbers do not add up, and for a module whose stage is not known.
     """
     counts = _counts(plan, split)
     if len(counts) == 1:
@@ -136,7 +136,7 @@ def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
             and (plan.head is not None or not has_blocks_before)
             and (alone := _without_other_roles(plan, name))
         ):
-            # A module that the model calls elsewhere than it stands is found by its stand-in.
+            # Its stand-in notices where the model calls it elsewhere than it stands.
             (last if has_blocks_before else inputs)[alone] = None
         else:
             unknown.append(f"{name} ({role})")
@@ -150,13 +150,13 @@ def _around_blocks(plan: ModelPlan) -> tuple[list[str], list[str], list[str]]:
 
 
 def _outermost(name: str) -> str:
-    """The module at the plain name of ``name``: PEFT puts its layers around others."""
+    """The outermost module with the plain name of ``name``: PEFT puts its layers around others."""
     alike = [each for each in names.ancestors(name) if names.plain(each) == names.plain(name)]
     return alike[-1] if alike else name
 
 
 def _without_other_roles(plan: ModelPlan, name: str) -> str | None:
-    """The outermost module around ``name`` in which everything is replicated: a vision tower; None: not even it."""
+    """The outermost module that is or holds ``name`` and is all replicated (a vision tower); None without one."""
     around = [name, *filter(None, names.ancestors(name))]
     alone = [each for each in around if all(plan.roles[inner] is Role.REPLICATED for inner in plan.inside(each))]
     alone = [each for each in alone if plan.of(each) in (None, Role.REPLICATED)]
@@ -164,12 +164,12 @@ def _without_other_roles(plan: ModelPlan, name: str) -> str | None:
 
 
 def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> None:
-    """Make ``model``, which ``plan`` is of, the stages ``own``: other stages' modules become pass-throughs, in place.
+    """Cut ``model`` to the stages ``own``, in place: modules of all other stages become pass-throughs.
 
-    Its plan is the part of ``plan`` that is there. Embedding and head that share one weight keep it, each in its stage.
-    Raises ValueError, before anything is changed, for a model that is cut or sharded already, or that an engine has;
-    that has weights outside of what the plan knows, or another weight in two stages; or that returns something of
-    every layer.
+    ``plan`` is the plan of ``model``, which keeps the part of it for these stages. Embedding and head that share one
+    weight keep it, each in its stage. Raises ValueError, before anything is changed, for a model that is cut, sharded
+    or in an engine already; that has weights that the plan does not know, or another weight in two stages; or that
+    returns something of every layer.
     """
     _check_cuttable(model, plan, own)
     if own[0].stage.count == 1:
@@ -203,9 +203,10 @@ def cut_into_stages(model: nn.Module, plan: ModelPlan, *own: StageModules) -> No
 
 
 def _without_weightless_norms(model: nn.Module, own: StageModules) -> StageModules:
-    """Let ``own`` have the norms without weights around the blocks, which a model may call at both ends (nanochat).
+    """Keep norms without weights in the stage ``own``: a model may call one before and behind its blocks (nanochat).
 
-    Where no block follows the first module behind the blocks sends hidden states, so that it must be a stand-in.
+    Not in a stage, except the last, that no block follows: the stand-in for the first module behind the blocks sends
+    the hidden states.
     """
     if not own.stage.behind and own.stage.index < own.stage.count - 1:
         return own
@@ -287,14 +288,14 @@ def run_stage(
     losses: list[torch.Tensor] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """One forward of ``model``, which is ``stage``, on a batch: the tensors for the next stage.
+    """Run one forward of ``model`` as ``stage`` on a batch; return the tensors for the next stage.
 
-    They are the hidden states [B, S, H], with sequence parallelism shards of them where blocks follow, and behind them
-    what else later blocks take. The last stage returns what the model returns. ``arrived``: the tensors of the stage
-    before, None in the first stage; with context parallelism those of this rank's tokens. Every stage is given the
-    whole batch by name; labels are used by the last stage only, pixels by the first. ``losses``: to which those of the
-    stage's own layers are appended. Raises ValueError for hidden states that no or another stage has sent, and for
-    arguments that a stage cannot serve: caches, and what asks for something of every layer.
+    These are the hidden states [B, S, H] (with sequence parallelism their shards, where blocks follow), and then the
+    other tensors that later blocks take. The last stage returns the model's output. ``arrived``: the tensors of the
+    stage before, None in the first stage; with context parallelism those of this rank's tokens. Every stage is given
+    the whole batch by name; labels are used by the last stage only, pixels by the first. ``losses``: a list to which
+    the losses of the stage's own layers are appended. Raises ValueError where ``arrived`` is missing, or given to the
+    first stage, and for arguments that a stage cannot serve: caches, and requests for something of every layer.
     """
     if (arrived is None) != (stage.index == 0):
         raise ValueError(
@@ -338,7 +339,7 @@ class _WholeCheck:
     model: str
     absent: tuple[str, ...]
     is_writable: bool
-    """Whether a plain model can be made that writes the weights of all stages: of transformers' models, not PEFT's."""
+    """Whether a plain model can be made that writes the weights of all stages: for transformers' models, not PEFT's."""
 
     def __call__(self, folder: str, weights: Mapping[str, torch.Tensor] | None, is_main_process: bool) -> None:
         if not is_main_process:

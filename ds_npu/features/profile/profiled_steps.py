@@ -56,7 +56,10 @@ class Window:
 
     @contextmanager
     def around_call(self) -> Iterator[None]:
-        """Begin the window at the first call of the engine in it."""
+        """Begin the window at its first call, and mark the calls in it.
+
+        Where there is a step before the window, it begins there, to warm the profiler up.
+        """
         step = self.engine.global_steps
         first, last = self.section.steps
         trains = self.engine.module.training and torch.is_grad_enabled()
@@ -229,7 +232,7 @@ def _device(build: Build) -> str:
 
 
 def _scheduled(build: Build, engine: TrainingEngine) -> Scheduled | None:
-    """The schedule of the pipeline where forward, backward by inputs and by weights take as long as each other."""
+    """The pipeline's schedule, and its idle part if forward, backward by inputs and by weights take equal times."""
     if build.schedule is None:
         return None
     count = engine.gradient_accumulation_steps() if build.is_pipeline else engine.train_micro_batch_size_per_gpu()

@@ -32,7 +32,7 @@ class Recorder(Protocol):
     """Records steps of one rank, from ``begin`` to ``end``."""
 
     def begin(self, *, warm_up: bool, steps: int) -> None:
-        """Start to record ``steps``, behind one more that warms the profiler up."""
+        """Start to record ``steps``; with ``warm_up``, behind one more that warms the profiler up."""
 
     def step(self) -> None:
         """Pass to the next step."""
@@ -41,7 +41,7 @@ class Recorder(Protocol):
         """Write the trace and read it; raises ProfileError or TraceError where that fails."""
 
     def stop(self) -> None:
-        """Stop to record, and write nothing."""
+        """Stop recording, and write nothing."""
 
     def marks(self) -> Any:
         """The context of each call of the engine."""
@@ -56,7 +56,7 @@ class TorchRecorder:
         self.warms_up = False
 
     def begin(self, *, warm_up: bool, steps: int) -> None:
-        """Raise ProfileError where another profiler runs."""
+        """Start the profiler; raises ProfileError where another one runs."""
         if torch._C._autograd._profiler_enabled():
             raise ProfileError(ANOTHER)
         self.profiler = torch.profiler.profile(
@@ -92,7 +92,7 @@ class TorchRecorder:
         return read_torch_trace(path, header)
 
     def stop(self) -> None:
-        """Stop to record, and write nothing."""
+        """Stop recording, and write nothing."""
         own, self.profiler = self.profiler, None
         if torch._C._autograd._profiler_enabled():
             own.stop()
@@ -118,7 +118,7 @@ class NpuRecorder:
         """Bytes of a trace that was given up."""
 
     def begin(self, *, warm_up: bool, steps: int) -> None:
-        """Raise ProfileError where another profiler runs."""
+        """Start the profiler; raises ProfileError where another one runs."""
         module = self.module
         if module.profiler.ProfPathCreator().is_prof_inited or torch._C._autograd._profiler_enabled():
             raise ProfileError(ANOTHER)
@@ -161,7 +161,7 @@ class NpuRecorder:
             ) from error
 
     def stop(self) -> None:
-        """Stop to record, and remove what was written."""
+        """Stop recording, and remove what was written."""
         own, self.profiler = self.profiler, None
         made = self._made(own)
         own.on_trace_ready = own.action_controller.on_trace_ready = None

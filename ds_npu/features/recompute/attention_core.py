@@ -37,9 +37,9 @@ Attend = Callable[..., Any]
 
 
 def attention_changes(build: Build, inside: Sequence[str]) -> Sequence[Change]:
-    """Changes that make the model's attentions compute again; ``inside``: modules that are recomputed as a whole.
+    """Changes that recompute the model's attentions in backward; ``inside``: modules that are recomputed as a whole.
 
-    Raises ValueError where they are not called by transformers' interface.
+    Raises ValueError where the model does not call attention by transformers' interface.
     """
     model = build.model
     try:
@@ -58,7 +58,7 @@ def attention_changes(build: Build, inside: Sequence[str]) -> Sequence[Change]:
 
 
 def _recomputed(model: nn.Module, whole: set[int], device_type: str) -> Implementation:
-    """The implementation of ``model`` that keeps nothing in attentions whose ids are not in ``whole``."""
+    """The model's implementation, recomputed in backward except in attentions whose ids are in ``whole``."""
     name = implementation_of(model)
     functions = transformers_module("modeling_utils").ALL_ATTENTION_FUNCTIONS
     masks = transformers_module("masking_utils").ALL_MASK_ATTENTION_FUNCTIONS

@@ -1,7 +1,7 @@
 """Records what one call of a block computes and saves for backward, by parts that can be computed again.
 
-One call shows what any option would keep, so no option has to be tried: the storages saved outside of recomputed parts,
-and the inputs of these, without the outputs that can be computed again (see ``outputs``).
+An option keeps the storages saved outside of its recomputed parts, and the inputs of these parts, without the outputs
+that can be computed again (see ``outputs``). So one call shows what each option would keep, and none has to be tried.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BlockRecord:
         self.module = model.get_submodule(name)
         self.hidden: Bytes = {}
         self._there: Bytes = {}
-        """Storages of other arguments, which exist whatever the block keeps."""
+        """Storages of the block's other arguments, which exist whatever the block keeps."""
         self._saved: list[tuple[Path, Bytes]] = []
         self._seconds: list[tuple[Path, float, int]] = []
         """Path, seconds, and number of tensors saved before, of each operator."""
@@ -69,7 +69,7 @@ class BlockRecord:
         self._swappable: set[int] = set()
         """The storages that swapping copies to the host, by their number."""
         self._stacked: set[int] = set()
-        """Joint outputs of parallel first linears of MLPs, which are copied where they are computed with again."""
+        """Joint outputs of MLPs' parallel first linears: a recomputation of the activation function copies them."""
 
     @property
     def forward_seconds(self) -> float:
@@ -190,7 +190,7 @@ class BlockRecord:
         _hook(stack, module, enter, leave)
 
     def _follow_activation(self, stack: ExitStack, name: str, columns: Sequence[str], down: str) -> None:
-        """Follow the MLP ``name``: it is the part ACTIVATION between its linears, not in them."""
+        """Follow the MLP ``name``: what it computes outside of its linears is the part ACTIVATION."""
         mlp = self._model.get_submodule(name)
         own = (ACTIVATION, name)
         calls: list[_Part] = []

@@ -77,7 +77,7 @@ class MemoryBudget:
         self.budget_gib, self._build = budget_gib, build
         self._buffer_bytes = 0
         self._keep_weights: Callable[[int], int] | None = None
-        """ZeRO 3's, which keeps weights gathered in as many bytes."""
+        """Makes ZeRO 3 keep weights of up to so many bytes gathered between steps; returns their bytes."""
 
     def install(self, engine: TrainingEngine) -> list[str]:
         """Record the first two steps of ``engine``."""
@@ -111,9 +111,10 @@ class MemoryBudget:
         return [f"{KEY}: the first two steps compute every block again, and are recorded"]
 
     def _plan(self, updates: int, buckets: Callable[[], Buckets | None]) -> bool:
-        """Follow a plan after the first optimizer step; returns whether it does. Raises ValueError where none works.
+        """Make a plan; follow it if the optimizer has made a step before, and return whether it has.
 
-        Nothing is decided before that step, in which the optimizer makes its state and needs memory for it.
+        Nothing is decided before that step, in which the optimizer makes its state and needs memory for it. After it,
+        raises ValueError where no plan works.
         """
         stages, errors = self._planned()
         if errors and updates:
@@ -145,7 +146,10 @@ class MemoryBudget:
         return sorted(plans, key=lambda each: each.stage), errors
 
     def _best(self, ranks: Sequence[_Recorded]) -> StagePlan | BudgetError:
-        """The plan of the ranks of a stage, for the most that any of them needs."""
+        """One plan for the ranks of a stage, by the most that any of them needs.
+
+        The error, where no plan works.
+        """
         layers = tuple(map(_joined, zip(*(each.layers for each in ranks), strict=True)))
         moments = tuple(dict.fromkeys(moment for each in ranks for moment in each.moments))
         try:
@@ -185,7 +189,7 @@ class MemoryBudget:
         self._meter.peak()
 
     def _check_peak(self) -> None:
-        """Warn once if a step has needed more: its batch may have more tokens than the recorded ones."""
+        """Warn once if a step has exceeded the budget: its batch may have more tokens than the recorded ones."""
         if self._build.device_type == CPU:
             return
         peak = int(torch.get_device_module(self._build.device_type).max_memory_allocated()) + self._buffer_bytes

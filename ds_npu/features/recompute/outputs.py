@@ -40,7 +40,7 @@ def children(plan: ModelPlan, mlp: str, *roles: Role) -> list[str]:
 
 
 def without_kept_outputs(module: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Wrap of a block: outputs of Recomputations in it are not kept."""
+    """Wrap a block's forward: outputs of Recomputations in it are not kept."""
     if not is_recomputed(module):
         return forward(*args, **kwargs)
     with without_outputs():
@@ -55,10 +55,10 @@ class RecomputedNorm:
         self._is_called_again: Fact[bool] = Fact(while_running=True)
 
     def __call__(self, norm: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Wrap of its forward."""
+        """Wrap the forward of ``norm``."""
         if self._is_called_again.of(running()) or not is_recomputed(norm):
             return forward(*args, **kwargs)
-        # ZeRO-3 gathers its weights for its backward, which comes after the backward of the user of its output.
+        # ZeRO-3 gathers a norm's weights for the norm's backward; the module that uses its output runs backward before.
         gathers = any(is_partitioned(parameter) for parameter in norm.parameters(recurse=False))
         again = partial(self._gathered, norm, forward) if gathers else forward
         made = recomputation_of(again, self.device_type, whole=True)
@@ -107,7 +107,7 @@ class _Call:
     made: Recomputation | None = None
     outputs: dict[str, HeldTensor] = field(default_factory=dict)
     rest: ExitStack = field(default_factory=ExitStack)
-    """The context in which tensors saved behind the last linear are kept."""
+    """The context that keeps tensors saved from the last linear on."""
 
 
 class RecomputedActivation:
@@ -171,7 +171,10 @@ class RecomputedActivation:
         return forward(y, *args, **kwargs)
 
     def _again(self, forward: Forward, call: _Call, *args: Any, **kwargs: Any) -> Any:
-        """Run the MLP; computed again, it returns the input of its last linear from the outputs of the first ones."""
+        """Run the MLP.
+
+        In the recomputation, return the input of its last linear, made of the kept outputs of its first linears.
+        """
         if len(call.outputs) < len(self.columns):
             with call.rest:
                 return forward(*args, **kwargs)

@@ -22,7 +22,10 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether this forward of ``module`` will have a backward; raises ValueError where it is recomputed already."""
+    """Whether this forward of ``module`` will have a backward.
+
+    Raises ValueError where transformers' checkpointing recomputes the forward already.
+    """
     if not (module.training and torch.is_grad_enabled()):
         return False
     check_not_checkpointed(module)
@@ -43,10 +46,10 @@ def check_not_checkpointed(model: nn.Module) -> None:
 def recomputation_of(
     function: Callable[..., Any], device_type: str, whole: bool = False, kept: Sequence[str] = ()
 ) -> Recomputation:
-    """The Recomputation of a call of ``function``, to its end if ``whole``; results in ``kept`` are not recomputed.
+    """The Recomputation of a call of ``function``, to its end if ``whole``; results of the operators ``kept`` are kept.
 
-    Blocks must not be ``whole``: ZeRO-3 gathers the last layer's weight for its backward, which asks for what the layer
-    saved, and would release the weight behind the layer's forward.
+    Blocks must not be ``whole``: ZeRO-3 gathers the last layer's weight for its backward, which starts the
+    recomputation, and would release the weight behind the recomputed forward of the layer.
     """
     return Recomputation(closing_over_micro_batch(function), device_type, stops_early=not whole, kept=kept)
 
@@ -66,7 +69,7 @@ def without_cache(module: nn.Module, kwargs: Keywords) -> dict[str, Any]:
 def recompute_module(
     device_type: str, kept: Sequence[str], module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
 ) -> Any:
-    """Wrap of a module's forward that keeps only its arguments, and ``kept``."""
+    """Wrap a module's forward: only its arguments, and results of the operators ``kept``, are kept for backward."""
     if not is_recomputed(module):
         return forward(*args, **kwargs)
     return recomputation_of(forward, device_type, kept=kept)(*args, **without_cache(module, kwargs))
@@ -113,7 +116,7 @@ class RecomputedRuns:
         self._run: Fact[_Run | None] = Fact(while_running=True)
 
     def around(self, _caller: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Wrap of the module that calls the blocks."""
+        """Run the module that calls the blocks, and then end the run of blocks that is still open, if any."""
         with new_forward() as micro_batch:
             try:
                 return forward(*args, **kwargs)
@@ -123,7 +126,10 @@ class RecomputedRuns:
                     run.close()
 
     def block(self, is_last: bool, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Wrap of a block; ``is_last``: it is the model's last block."""
+        """Run a block as part of a run of blocks.
+
+        The run ends after ``length`` blocks, or where the block ``is_last`` in the model.
+        """
         micro_batch = running()
         if micro_batch is None or not is_recomputed(module):
             return forward(*args, **kwargs)

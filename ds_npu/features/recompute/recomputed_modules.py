@@ -117,7 +117,7 @@ def _is_inside_any(name: str, others: Iterable[str]) -> bool:
 
 
 def _outputs(section: RecomputeSection, build: Build, whole: Sequence[str]) -> Iterator[Change]:
-    """Norms and activation functions outside of what is recomputed as a whole."""
+    """Wraps that recompute norms and activation functions outside of modules that are recomputed as a whole."""
     plan = build.block_plan
 
     def chosen(key: str, globs: bool | Sequence[str], *roles: Role) -> list[str]:

@@ -37,13 +37,13 @@ class ModuleCall:
     """The number of earlier calls of the same module."""
     caller: ModuleCall | None
     first_node: int
-    """The number of the first autograd node that it makes."""
+    """The number of the first autograd node that the call makes."""
     is_recomputed: bool
     end_node: int | None = None
     micro_batch: int | None = None
     """The number of the micro-batch in a pipeline; None without stages."""
     output_is_wrong: bool | None = None
-    """None where it returns no float tensors."""
+    """Whether a value in its output is not finite; None where it returns no float tensors."""
 
     def __str__(self) -> str:
         return f"{self.name or THE_MODEL} ({self.kind})"

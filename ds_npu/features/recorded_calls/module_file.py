@@ -19,7 +19,7 @@ VERSION = 1
 
 
 class ModuleFileError(ValueError):
-    """A file that is none of these, or not a whole one."""
+    """A file that is not one of a module's call, or not a whole one."""
 
 
 def write_module_file(file: Path, data: dict[str, Plain]) -> int:

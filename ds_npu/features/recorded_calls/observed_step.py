@@ -17,7 +17,7 @@ CALLS = ("forward", BACKWARD, "train_batch")
 
 
 class PausedMode(TorchDispatchMode):
-    """A dispatch mode that can be told to look at nothing."""
+    """A dispatch mode that looks at no operator while ``is_paused``."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -27,8 +27,8 @@ class PausedMode(TorchDispatchMode):
 class ObservedStep:
     """Runs CALLS of ``engine`` under ``mode``, with their modules recorded in ``calls``, until ``finish``.
 
-    The mode is paused in the optimizer's step. A model with compiled modules runs as it is written, or, with
-    ``leaves_compiled``, as it is and unobserved.
+    The mode is paused in the optimizer's step. Compiled modules run eagerly; with ``leaves_compiled``, a model that
+    has some runs compiled, and is not observed.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ObservedStep:
         self._undo.callback(wrap_method(engine, STEP, self._paused, MethodLevel.RECORDED_STEP))
 
     def finish(self) -> None:
-        """Run the calls as before."""
+        """Stop observing the calls."""
         self._undo.close()
 
     def _observed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -176,7 +176,7 @@ def _named_class(path: str, name: str) -> type[nn.Module]:
 
 
 def _found(path: str) -> Any:
-    """The object of a module's name and its own, ``module:A.b``; None where it is not there.
+    """The object that ``path`` names, as ``module:A.b``; None where it is not there.
 
     Raises RebuildError where importing the module ends in an error.
     """

@@ -143,7 +143,7 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _replay(of: str, dtype: torch.dtype | None, result: Any, recorded: Any, compared: Any = None) -> ReplayedCall:
-    """The call that gave ``result``; ``compared``: the part of it that was ``recorded``, where it is not all."""
+    """The call that gave ``result``; ``compared``: what of it to compare with ``recorded``, if not all."""
     figures = statistics_in({"result": result} if isinstance(result, torch.Tensor) else result)
     leaves = [leaf for leaf in tree_leaves(result) if is_float(leaf)]
     dtypes = sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves})

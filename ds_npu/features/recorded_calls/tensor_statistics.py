@@ -27,7 +27,7 @@ class TensorStatistics:
     wrong_share: float
     """The share of values that are not finite."""
     kinds: tuple[str, ...]
-    """NAN, INF or MINUS_INF, those that it has."""
+    """The kinds NAN, INF and MINUS_INF that it has."""
 
     def __str__(self) -> str:
         what = f"{self.dtype} {list(self.shape)}"
@@ -56,7 +56,7 @@ def is_float(leaf: object) -> bool:
 
 
 def kinds_in(tensor: torch.Tensor) -> tuple[str, ...]:
-    """NAN, INF or MINUS_INF, those that ``tensor`` has; the host waits for the device."""
+    """The kinds NAN, INF and MINUS_INF that ``tensor`` has; the host waits for the device."""
     if tensor.isfinite().all():
         return ()
     found = {NAN: tensor.isnan(), INF: tensor == torch.inf, MINUS_INF: tensor == -torch.inf}

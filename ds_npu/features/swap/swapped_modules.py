@@ -81,7 +81,7 @@ def _model(model: nn.Module, swap: ActivationSwap, forward: Callable[P, R], *arg
 
 
 def _module(index: int, module: nn.Module, forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Wrap of a chosen module's forward; its weights, and arguments but the first, are kept on the device anyway."""
+    """Wrap a chosen module's forward: what it saves is swapped, but not weights and arguments behind the first."""
     swapped = SWAPPED_FORWARD.of(running())
     if swapped is None:
         return forward(*args, **kwargs)

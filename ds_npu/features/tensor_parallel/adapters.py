@@ -118,16 +118,16 @@ def _before_the_region(outside: RandomNumbers, forward: TensorForward, x: torch.
 
 
 def enter_by_output(forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
-    """Wrap of a module at the begin of a region: it runs before the region (on sequence shards), its output enters it.
+    """Run a first module of a region before the region (on sequence shards); its output enters the region.
 
-    So do down-projections of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1), whose outputs are
-    narrow and go to every tensor rank.
+    This is for adapters' factors A, and for down-projections of multi-head latent attention (DeepSeek-V2, arXiv
+    2405.04434 section 2.1), whose outputs are narrow and go to every tensor rank.
     """
     return RegionInput.of(forward(x.source), x.axis, x.shards).entered() if isinstance(x, RegionInput) else forward(x)
 
 
 def _narrow(factor: nn.Module, axis: TensorAxis, forward: TensorForward, x: torch.Tensor) -> torch.Tensor:
-    """Compute A of ``x`` inside of the region."""
+    """Compute A of ``x``: before the region if the layer begins it, else inside."""
     if isinstance(x, RegionInput):
         return enter_by_output(forward, x)
     # Inside of the region already (behind MLA's norms): this rank's gradient of A is partial. With sequence parallelism

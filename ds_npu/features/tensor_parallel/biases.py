@@ -22,9 +22,9 @@ def takes_biases(attention: nn.Module) -> bool:
 
 
 def take_own_biases(attention: nn.Module, heads: int, own: range) -> None:
-    """Make the forward of ``attention`` take, of the biases of all ``heads``, those of its ``own``.
+    """Make the forward of ``attention`` reduce the biases of all ``heads`` that it is given to its ``own`` heads.
 
-    They are [heads, S, S], [B * heads, S, S] or [B, heads, S, S], where sizes may be 1.
+    Biases are [heads, S, S], [B * heads, S, S] or [B, heads, S, S], where sizes may be 1.
     """
     signature = inspect.signature(attention.forward)
 

@@ -30,7 +30,7 @@ from ds_npu.parallel.tensor.shard_access import allow_shard_access
 from ds_npu.parallel.tensor.sharding import Ranges, Sharding, near_even
 
 Sections = tuple[int, ...]
-"""Widths for each head of keys, group or channel of what a weight holds one behind the other."""
+"""The widths of the sections that a weight holds one behind the other, for one head of keys, group or channel."""
 SUMMED = "x_proj"
 """Mamba's linear from all channels to B, C and the step."""
 COUNTS = {
@@ -39,7 +39,7 @@ COUNTS = {
     LinearAttention.MAMBA_2: ("n_groups", "num_heads", "intermediate_size", "conv_dim"),
     LinearAttention.SHORT_CONVOLUTION: (),
 }
-"""The attributes of a layer that are those of a rank's heads."""
+"""The attributes of a layer that are reduced to the heads, groups or channels of a rank."""
 
 
 def sections_of(layer: nn.Module, size: int) -> Mapping[str, Sections]:
@@ -55,7 +55,7 @@ def sections_of(layer: nn.Module, size: int) -> Mapping[str, Sections]:
         shared = _number(layer, "num_v_heads") // count
         value = shared * _number(layer, "head_v_dim")
         return {
-            # Here what a head of keys needs stands together.
+            # In these weights, the outputs for a head of keys are adjacent.
             "in_proj_qkvz": (2 * key + 2 * value,),
             "in_proj_ba": (2 * shared,),
             **dict.fromkeys(("in_proj_qkv", "conv1d"), (key, key, value)),
@@ -77,9 +77,9 @@ def sections_of(layer: nn.Module, size: int) -> Mapping[str, Sections]:
 
 
 def units(layer: nn.Module, size: int) -> int:
-    """The heads of keys, groups of heads or channels of ``layer`` between which ``size`` ranks are divided.
+    """The number of heads of keys, groups of heads or channels of ``layer`` that ``size`` ranks share.
 
-    Of Mamba 2 with fewer groups than ranks: the number of ranks.
+    For Mamba 2 with fewer groups than ranks: the number of ranks.
     """
     kind = linear_attention_of(layer)
     if kind in (LinearAttention.MAMBA, LinearAttention.SHORT_CONVOLUTION):
@@ -182,7 +182,7 @@ def by_heads(name: str, layer: nn.Module, axis: TensorAxis) -> Iterator[Change]:
 
 
 def _summed(axis: TensorAxis, forward: Callable[P, torch.Tensor], *args: P.args, **kwargs: P.kwargs) -> torch.Tensor:
-    """The outputs of a linear over the channels of all ranks, which each rank uses for its own."""
+    """Sum a linear's outputs over the channels of all ranks; each uses the sum for its own channels."""
     with allow_shard_access():
         return copy(reduce(forward(*args, **kwargs), axis.group), axis.group)
 
@@ -194,7 +194,7 @@ def _keep_columns(layer: nn.Module, buffer: str, ranges: Ranges) -> None:
 
 
 def with_shards(forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """A wrap of a layer, whose own code computes with the shards of its weights."""
+    """Wrap the forward of a layer, whose own code computes with the shards of its weights."""
     with allow_shard_access():
         return forward(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from ds_npu.parallel.tensor.axis import TensorAxis
 
 
 def norm_over_ranks(norm: nn.Module, name: str, width: int, axis: TensorAxis) -> Callable[[], None]:
-    """A function that makes ``norm``, whose weight becomes a shard, divide by the root of the mean of all ranks.
+    """A function that makes ``norm``, whose weight becomes a shard, divide by the root mean square over all ranks.
 
     ``width``: the columns of all ranks. Raises ValueError where ``norm`` computes something else than an RMS norm.
     """

@@ -67,7 +67,7 @@ class RankResult:
 
 
 def check_sharding(model: nn.Module, plan: ModelPlan, topology: Topology, sequence_parallel: bool) -> None:
-    """Raise the same ValueError on every tensor rank where ``model`` sharded by ``plan`` computes something else.
+    """Raise the same ValueError on all tensor ranks if ``model``, sharded by ``plan``, computes otherwise than whole.
 
     Every tensor rank calls it at the same time. One line in the log tells what could not be tried.
     """
@@ -123,7 +123,7 @@ def probe(model: nn.Module, plan: ModelPlan, size: int, sequence_parallel: bool,
 
 
 def _one_of_each_kind(model: nn.Module, plan: ModelPlan) -> list[str]:
-    """The first of each kind of sharded blocks: those with the same modules, sizes and roles."""
+    """The first sharded block of each kind; blocks of one kind have the same modules, sizes and roles."""
     kinds_seen: dict[tuple[Hashable, ...], str] = {}
     for block in plan.blocks:
         inside = plan.inside(block)
@@ -152,7 +152,10 @@ def _sublayers(plan: ModelPlan, name: str) -> list[str]:
 
 
 def _compared(unit: Unit, size: int, sequence_parallel: bool, found: ProbeResult) -> bool:
-    """Compare ``unit`` whole and sharded, and add to ``found``; false where it cannot be computed whole."""
+    """Compare ``unit`` whole and sharded, and add the findings to ``found``.
+
+    False where it cannot be computed whole.
+    """
     length = max(LENGTH, size + 1)
     x_BSH = torch.randn(
         SAMPLES, length, unit.width, generator=torch.Generator().manual_seed(2), dtype=torch.float64, device="cpu"

@@ -50,7 +50,8 @@ LISTS = (nn.ModuleList, nn.ModuleDict)
 def check_shardable(model: nn.Module, plan: ModelPlan, axis: TensorAxis) -> None:
     """Raise ValueError for regions that cannot be sharded.
 
-    They hold a module that needs all heads or columns; or, with sequence parallelism, they stand outside of blocks.
+    They hold a replicated module, a block or another region; the plan shards row linears only; or, with sequence
+    parallelism, they stand outside of blocks.
     """
     for name in plan.named(Role.REPLICATED):
         region = plan.around(name, *REGION_ROLES)
@@ -116,7 +117,7 @@ class Regions:
         return in_region and not at_border
 
     def changes(self) -> Iterator[Change]:
-        """Every change; the parallel layers exist when they are made."""
+        """Every change; they are to be made when the parallel layers exist."""
         for name in (each for role in REGION_ROLES for each in self.plan.named(role)):
             yield from self._region(name)
         if self.sequences and self.plan.blocks:
@@ -127,9 +128,9 @@ class Regions:
 
     @cached_property
     def _whole(self) -> list[str]:
-        """The outermost modules in blocks of which nothing is sharded, and that may mix tokens or count them.
+        """The outermost unsharded modules in blocks that may mix or count tokens: they are given whole sequences.
 
-        They are ``replicated``, or have no weights and so no role. Each is given the whole sequence.
+        They are ``replicated``, or have no weights and so no role.
         """
         if not self.sequences:
             return []
@@ -146,7 +147,10 @@ class Regions:
         ]
 
     def _outermost_whole(self, name: str) -> str | None:
-        """The outermost module around ``name`` in its block of which nothing is sharded; None outside of blocks."""
+        """The outermost unsharded module around ``name`` in its block.
+
+        None where there is none, and outside of blocks.
+        """
         plan, block = self.plan, self.plan.block(name)
         if block is None:
             return None
@@ -175,7 +179,7 @@ class Regions:
         make_region(self.modules[name], self.axis, self.sequences, **numbers)
 
     def _shard_run(self, run: Sequence[str], sequences: SequenceParallel, stage: Stage | None) -> Iterator[Change]:
-        """Shard the sequence in all of a block, for sequence parallelism; ``run``: the blocks of one forward.
+        """The changes that shard the sequence throughout ``run``, the blocks of one forward (sequence parallelism).
 
         Hidden states travel between pipeline stages as shards while there are blocks to come.
         """

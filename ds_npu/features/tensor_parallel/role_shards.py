@@ -26,7 +26,7 @@ class RoleShards:
     """The number of outputs or inputs over all ranks."""
     ranges: tuple[Ranges, ...]
     whole: bool = False
-    """The ranks' ranges overlap, so that every rank keeps the whole weight."""
+    """Whether every rank keeps the whole weight, because the ranks' ranges overlap."""
 
     def sharding(self, dim: int) -> Sharding:
         """The Sharding of the weight along ``dim``, for a weight that is not ``whole``."""
@@ -88,7 +88,7 @@ def _fused_by_group(outputs: int, shape: AttentionShape, size: int) -> RoleShard
 
 
 def _norm(width: int, shape: AttentionShape, size: int) -> RoleShards:
-    """The part of a norm over all heads: of queries (and outputs), or of keys."""
+    """The shards of a norm over all heads, of queries (or outputs) or of keys."""
     if width == shape.heads * shape.head_dim or width == shape.heads * shape.value_dim:
         return _queries(width, shape, size)
     if shape.kv_heads % size:
@@ -150,7 +150,7 @@ ROW_ROLES = (Role.ATTENTION_OUTPUT, Role.LINEAR_ATTENTION_OUTPUT, Role.DOWN, Rol
 
 
 def role_shards_of(plan: ModelPlan, widths: Mapping[str, int], size: int) -> dict[str, RoleShards]:
-    """The shards over ``size`` tensor ranks of each module in ``widths``: its number of outputs (row linear: inputs).
+    """Each module's shards over ``size`` tensor ranks; ``widths``: the outputs (row linear: inputs) of each module.
 
     Raises ValueError that names every module that cannot be sharded over so many ranks.
     """

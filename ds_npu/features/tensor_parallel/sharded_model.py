@@ -98,8 +98,8 @@ def declare_shards(
 ) -> list[Change]:
     """The changes, in order, that shard ``model`` over the tensor ranks of ``topology``.
 
-    It will draw random numbers on ``device_type``. ``collectives``: the products that overlap with sequence
-    parallelism's collectives; None: no overlap. Raises ValueError that names every module that cannot be
+    Its regions will draw random numbers on ``device_type``. ``collectives`` chooses how products overlap with
+    sequence parallelism's collectives; None: no overlap. Raises ValueError that names every module that cannot be
     sharded over so many ranks. Source: Megatron-LM, arXiv 1909.08053 and (sequence parallelism) 2205.05198.
     """
     check_not_compiled(model, "tensor")
@@ -114,7 +114,7 @@ shard_model = making(declare_shards)
 def sharded_model_of(model: nn.Module) -> ShardedModel | None:
     """The result of ``shard_model`` on ``model``, or on a model that it has wrapped since (PEFT).
 
-    None where it must still be sharded, which parallel layers of a user's own need not be.
+    None where it must still be sharded. A model with parallel layers of the user's own need not be: an empty result.
     """
     done = next(filter(None, map(SHARDED_MODEL.get, model.modules())), None)
     own = done is None and any(sharding_of(parameter) is not None for parameter in model.parameters())
@@ -301,7 +301,7 @@ class _ModelSharder:
 
     @cached_property
     def hidden(self) -> tuple[int, ...]:
-        """The shape of one hidden state: the outputs of the first linear back to it; empty where there is none."""
+        """The shape of one hidden state: the outputs of the first linear that ends a sublayer; empty without one."""
         rows = (module for _, module in self._of(Role.ATTENTION_OUTPUT, Role.DOWN))
         return next(((kinds.sizes(each)[1],) for each in rows), ())
 
@@ -319,7 +319,7 @@ class _ModelSharder:
 
 
 def _give_own_config(attention: nn.Module, heads: int, kv_heads: int) -> None:
-    """Phi-3 reads from its config, which the whole model shares, where the parts of the fused projection end."""
+    """Give ``attention`` a config with this rank's heads: Phi-3 reads there where its fused projection's parts end."""
     local_config = copy.copy(config_of(attention))
     assert local_config is not None
     local_config.num_attention_heads = heads

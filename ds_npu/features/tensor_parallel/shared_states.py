@@ -72,11 +72,11 @@ class SharedStates:
         return (begin, begin + self.inner), *of_x, (of_dt, of_dt + heads)
 
     def gather_states(self, layer: nn.Module, axis: TensorAxis) -> None:
-        """Make ``in_proj``, which has a part of the columns of B and C, return all of its group."""
+        """Make ``in_proj``, which has a part of the columns of B and C, return all columns of this rank's group."""
         wrap_forward(layer.get_submodule("in_proj"), partial(self._gathered, axis), Level.REGION)
 
     def use_own_channels(self, layer: nn.Module) -> None:
-        """Make ``layer`` see its channels of the whole convolution alone."""
+        """Make ``layer`` compute with only this rank's channels of the whole convolution."""
         wrap_forward(layer, partial(self._with_own_channels, layer.get_submodule("conv1d")), Level.REGION)
 
     def normalise_over_ranks(self, layer: nn.Module, axis: TensorAxis) -> None:

@@ -1,6 +1,6 @@
 """``ds_npu.parallel`` shards the weights of a build's model over the tensor ranks.
 
-``ds_npu.tensor_overlap``: their collectives overlap with matrix multiplications; left out, as estimates say on NPUs.
+``ds_npu.tensor_overlap``: their collectives overlap with matrix multiplications; if left out, estimates decide on NPUs.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class ShardedHead:
         return VocabParallelLoss(self.topology, self.vocabulary)
 
     def logits(self, forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Wrap of a head's forward: this rank's logits [..., V / tp] in a forward that keeps them, else [..., V]."""
+        """Wrap a head's forward: this rank's logits [..., V / tp] in a forward that keeps them, else [..., V]."""
         micro_batch = running() or carried_by(x)
         if micro_batch is not None:
             # For a checkpoint around the head, which calls it again in backward.

@@ -49,14 +49,14 @@ class _Border(torch.autograd.Function):
 
 @dataclass
 class CapturedCall:
-    """The call of ``wrong``'s module."""
+    """The captured call of the module in which ``wrong`` was found."""
 
     wrong: WrongOperator
     device_type: str
     came: Figures = field(default_factory=dict)
-    """Arguments; in backward the gradients of the outputs."""
+    """Figures of the arguments; in backward of the outputs' gradients."""
     went: Figures = field(default_factory=dict)
-    """Outputs; in backward the gradients of arguments and weights."""
+    """Figures of the outputs; in backward of the gradients of arguments and weights."""
     weights_used: Figures = field(default_factory=dict)
     data: dict[str, Plain] = field(default_factory=dict)
     """The file's content."""
@@ -162,7 +162,10 @@ class CapturedCall:
 
 
 def _bordered(tree: Any, named: Mapping[str, torch.Tensor], note: Callable[[str, torch.Tensor], None]) -> Any:
-    """``tree`` with copies of its tensors of a graph, by whose gradients ``note`` is called; None without any."""
+    """``tree`` with copies of those of its tensors that have a graph.
+
+    ``note`` is called with the copies' gradients. None where no tensor has a graph.
+    """
     leaves, spec = tree_flatten(tree)
     names = {id(each): name for name, each in named.items() if each.requires_grad}
     chosen = [index for index, each in enumerate(leaves) if id(each) in names]

@@ -52,9 +52,9 @@ class Flop:
 
 
 class FlopCounter(PausedMode):
-    """Counts while it is entered and ``calls`` are recorded; ``shares``: of a module's products, by its name.
+    """Counts while it is entered and ``calls`` are recorded.
 
-    The host waits for the device at each mask.
+    ``shares``: by a module's name, the part of its products that counts. The host waits for the device at each mask.
     """
 
     def __init__(self, calls: ModuleCalls, shares: Mapping[str, float]) -> None:
@@ -108,14 +108,14 @@ class FlopCounter(PausedMode):
         return self._batched(args[-2].shape, args[-1].shape, flop)
 
     def _whole(self, left: Sequence[int], right: Sequence[int], flop: float) -> Flop:
-        """A product that NPUs do not take apart, of matrices or of batches of them."""
+        """The FLOP of a product that NPUs do not take apart, of matrices or of batches of them."""
         if len(left) < BATCH_DIMS or len(right) < BATCH_DIMS:
             return Flop(flop, flop)
         batch = math.prod(left[:-2])
         return self._batched((batch, *left[-2:]), (batch, *right[-2:]), flop)
 
     def _batched(self, left: Sequence[int], right: Sequence[int], flop: float) -> Flop:
-        """A product of batches, which may be one of an attention's four (or two, in forward) with scores."""
+        """The FLOP of a product of batches, which may be one of an attention's four (in forward, two) with scores."""
         call, backward = self._calls.current()
         visible = self._seen.get(-1 if call is None else call.index)
         sides = {(left[1], left[2]), (right[1], right[2]), (left[1], right[2])}

@@ -38,7 +38,7 @@ class KeptForward:
     kwargs: Keywords
     random: States
     output: int | None = None
-    """Among the leaves of its output the one that the script makes its loss of; None where that is not known."""
+    """The index, in its output's leaves, of the one that the script makes its loss of; None where not known."""
     gradient: torch.Tensor | None = None
     """The gradient that the script, and the loss scale, gave this leaf."""
 
@@ -71,13 +71,16 @@ class WrongModule:
     file: str = ""
     """The written file; empty where there is none."""
     host: str = ""
-    """The name of its machine, and its size."""
+    """The name of the machine that has the file, and the file's size."""
     trouble: str = ""
     """Why there is no file, or no whole one."""
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """The first of all ranks: in forward that of the first stage and module, in backward that of the last."""
+        """Sorts the first wrong module of all ranks first.
+
+        In forward by stage and module from the first, in backward from the last.
+        """
         sign = -1 if self.wrong.is_backward else 1
         return int(self.wrong.is_backward), sign * self.stage, sign * self.wrong.order, self.rank
 
@@ -119,7 +122,10 @@ class MicroBatchAgain:
         return KeptForward(args, kwargs, generator_states(self._device_type))
 
     def has_backward(self, kept: KeptForward | None) -> bool:
-        """Whether the backward of a forward can run again: in stages it does by itself."""
+        """Whether the backward of a forward can run again.
+
+        Its output's gradient was kept, or the model is in stages, which run it within the forward.
+        """
         return kept is not None and (kept.gradient is not None or self._is_in_stages)
 
     @property

@@ -1,8 +1,8 @@
 """Ends a run at the first loss or gradient that is not finite, and names its step, rank and layer.
 
-Where DeepSpeed reads whether the gradients are finite, it is asked (``zero_ext/skipped_steps.py``): the host waits for
-the device no more often, the weights are those of the step before, and the micro-batch runs again to find the first
-wrong module (``micro_batch_again.py``). Where DeepSpeed reads nothing (float32 without ZeRO, bf16 with
+Where DeepSpeed reads whether the gradients are finite, its reading is used (``zero_ext/skipped_steps.py``): the host
+waits for the device no more often, the weights are those of the step before, and the micro-batch runs again to find the
+first wrong module (``micro_batch_again.py``). Where DeepSpeed reads nothing (float32 without ZeRO, bf16 with
 ``check_grad_overflow`` false), the norm, or without one the losses, are read a step later, when they are there.
 """
 
@@ -90,7 +90,7 @@ class Steps:
         self.losses.clear()
 
     def forget(self) -> None:
-        """Forget also the step that has ended: its weights no longer exist."""
+        """After a load, forget also the step that has ended: its weights no longer exist."""
         self.clear()
         self.delayed, self.delayed_losses = None, []
 

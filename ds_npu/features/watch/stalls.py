@@ -1,8 +1,8 @@
 """A thread that notices when no step ends, and prints where this rank stands.
 
-It reads DeepSpeed's own counters from outside, so that a step costs nothing. It only speaks: compiling, evaluating or
-saving may take as long as they do. A call that holds Python's lock while it waits is not seen. Of several engines in
-one process only the one that moved last can stand still: the script does not use the others now.
+It reads DeepSpeed's own counters from outside, so that a step costs nothing. It only reports: compiling, evaluating
+or saving may take as long as they do. A call that holds Python's lock while it waits is not seen. Of several engines in
+one process only the one that moved last is reported: the script does not use the others now.
 """
 
 from __future__ import annotations

@@ -69,7 +69,10 @@ def ranks_of_tokens(build: Build) -> int:
 
 
 def tells_tokens(model: nn.Module) -> Callable[[], bool]:
-    """A function that says whether the running forward counts: of several stages of a rank one is enough."""
+    """A function that says whether the tokens of the running forward count.
+
+    Of several stages of a rank, only the first counts them.
+    """
     own = stages_in(model)
 
     def tells() -> bool:
@@ -86,7 +89,7 @@ def _is_ids(leaf: object) -> bool:
 
 
 def write_throughput(build: Build, engine: TrainingEngine) -> None:
-    """Add the events to those that ``engine``, a DeepSpeed engine, writes of each step."""
+    """Add the events of a Throughput to those that ``engine``, a DeepSpeed engine, writes of each step."""
     if not engine.monitor.enabled or dist.get_rank() != 0:
         return
     throughput = Throughput(ranks_of_tokens(build), engine.global_samples)

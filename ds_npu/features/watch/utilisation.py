@@ -69,7 +69,7 @@ def replicated_shares(model: nn.Module, build: Build) -> dict[str, float]:
 
 
 def step_flop(engine: TrainingEngine, build: Build, flop: Flop, tokens: int) -> StepFlop:
-    """The sums over all ranks, which all call it."""
+    """Sum the FLOP of a step over all ranks, which all call it."""
     topology = build.topology
     world = topology.degrees.world_size
     stages = topology.size("pp")
@@ -93,7 +93,7 @@ def _whole_elements(weight: nn.Parameter) -> int:
 
 @dataclass
 class Utilisation:
-    """Counts one step of ``engine``, and prints the shares of the others."""
+    """Counts the FLOP of one step of ``engine``, and prints MFU and HFU of later steps."""
 
     engine: TrainingEngine
     build: Build

@@ -19,9 +19,9 @@ from ds_npu.parallel.runtime.calls import Arguments, Keywords
 from ds_npu.parallel.tensor.shard_access import local_shard
 
 FILLS = ("full", "new_full", "full_like", "fill", "fill_", "scalar_tensor", "masked_fill", "masked_fill_")
-"""Operators that write a number of the caller's: it wants -inf, or NaN in what nobody may read."""
+"""Operators that write the caller's number, which may be -inf, or NaN where nobody may read, on purpose."""
 UNWRITTEN = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
-"""Operators that return memory as it is."""
+"""Operators that return memory without writing it."""
 COMPUTES = ("aten", "npu", "ds_npu")
 """Namespaces of operators; those of collectives return before their result is there."""
 MOST = 64
@@ -40,7 +40,7 @@ class WrongOperator:
     operator: str
     """``aten.exp.default``, or "its weight ..." or "an argument ..."."""
     kinds: tuple[str, ...]
-    """NAN, INF or MINUS_INF, those that it made."""
+    """The kinds NAN, INF and MINUS_INF that it made."""
     is_backward: bool
     order: int
     """The number of the module's call in the order of execution; in backward the last one comes first."""
@@ -65,7 +65,7 @@ class WrongOperator:
 
 
 class WrongOperators(TorchDispatchMode):
-    """Records wrong operators of ``calls`` while it is entered; the arguments of number ``kept`` as well.
+    """Records wrong operators of ``calls`` while it is entered; of the one with number ``kept`` also the arguments.
 
     The host waits for the device at each operator.
     """

@@ -162,8 +162,7 @@ class StepComparison:
             a = self.outputs[0][key]
             b = self.outputs[1][key]
             for run, merged in zip(self.runs, (a, b), strict=True):
-                ranks, most = merged.differing()
-                if most > explained:
+                if ranks := merged.differing(explained):
                     what = f"another {kind} of {key[1]} than its copies"
                     comparison.copies.append(f"step {self.step}: {run.folder}: {_listed(ranks)} {what}")
             yield self._row_of_output(key, a, b, explained)

@@ -85,20 +85,18 @@ class MergedOutput:
     order: tuple[int, ...]
     samples: dict[str, list[SamplePieces]] = field(default_factory=dict)
 
-    def differing(self) -> tuple[tuple[int, ...], float]:
-        """Ranks with another copy, and the largest error of a copy.
+    def differing(self, explained: float) -> list[int]:
+        """Ranks whose copy is off the usual one by more than the relative error ``explained``.
 
-        Copies are compared with that of the first rank that holds the same tokens.
+        The usual copy of the same tokens is that with the most copies near it; of equals the first rank's.
         """
-        ranks: set[int] = set()
-        most = 0.0
-        for pieces in (each for found in self.samples.values() for each in found):
-            for held in pieces.copies.values():
-                errors = [least_error(held[0][1], other) for _, other in held[1:]]
-                if errors and max(errors) > most:
-                    most = max(errors)
-                ranks |= {rank for (rank, _), error in zip(held[1:], errors, strict=True) if error > 0}
-        return tuple(sorted(ranks)), most
+        found: set[int] = set()
+        for held in (copies for own in self.samples.values() for pieces in own for copies in pieces.copies.values()):
+            if all(least_error(held[0][1], other) <= explained for _, other in held[1:]):
+                continue
+            off = [[rank for rank, other in held if least_error(each, other) > explained] for _, each in held]
+            found |= set(min(off, key=len))
+        return sorted(found)
 
 
 def elements_of(record: Record) -> WeightElements:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ds_npu.cli.main import main
 from ds_npu.comparison.curves import CurveError, curves_of, parting, partings
-from ds_npu.comparison.merged_records import numbers_of
+from ds_npu.comparison.merged_records import MergedOutput, SamplePieces, numbers_of
 from ds_npu.comparison.rounding import Numbers, Rounding, coarsest, error_of, least_error
 from ds_npu.comparison.weight_elements import WeightElements
 from ds_npu.dump_hooks import BatchTokens, DumpFile, ForwardRecords, hash_of_bits, record_weight, statistics
@@ -84,6 +84,16 @@ def test_errors_of_what_is_not_finite():
     assert error_of(a, b) == math.inf and error_of(b, b) == 0
     assert least_error(numbers(a), numbers(b)) == math.inf and least_error(numbers(b), numbers(b)) == 0
     assert least_error(Numbers(3, 0, 0, 0, 0), Numbers(3, 0, 0, 0, 0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("copies", "odd"), [((9, 1, 1), [0]), ((1, 1, 9), [2]), ((1, 9, 1 + 1e-7), [1]), ((1, 9), [1])]
+)
+def test_of_copies_the_ranks_with_the_rarest_are_named(copies, odd):
+    x = torch.arange(1.0, 13.0)
+    held = [(rank, numbers(x * scale)) for rank, scale in enumerate(copies)]
+    merged = MergedOutput("float32", (0,), {"sample": [SamplePieces((0, 0, 0), copies={"0:12": held})]})
+    assert merged.differing(1e-6) == odd and merged.differing(10.0) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

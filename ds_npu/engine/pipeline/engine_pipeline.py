@@ -74,7 +74,7 @@ class RunningMicroBatches:
     scores: bool = False
     """Whether scores of tokens are returned in training, too."""
     form: OutputForm | None = None
-    """In training, of what the last stage has returned."""
+    """In training, the form of the last stage's output."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Outputs of the last stage by micro-batch, where more than the loss is returned."""
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class RunningMicroBatches:
 
     @property
     def own_outputs(self) -> list[Any]:
-        """In the order of the micro-batches."""
+        """The outputs in the order of the micro-batches."""
         return [self.outputs[index] for index in sorted(self.outputs)]
 
 
@@ -279,7 +279,7 @@ class EnginePipeline:
             )
 
     def train(self, batch: RunningMicroBatches) -> Any:
-        """Run ``batch``; its gradients are pending until ``commit``. The output, whose loss has a graph of its own."""
+        """Run ``batch``, with gradients pending until ``commit``; return the output, whose loss has its own graph."""
         form, loss = self._trained(batch)
         if batch.scores:
             assert self.handle is not None and batch.items is not None
@@ -289,7 +289,7 @@ class EnginePipeline:
         return training_output(form, loss)
 
     def train_parts(self, parts: Sequence[Keywords]) -> torch.Tensor:
-        """The same of micro-batches, whose losses are averaged; returns the loss."""
+        """Run the micro-batches ``parts`` as ``train`` does; return the mean of their losses."""
         for part in parts:
             self._check(part, trains=True)
         self._agree(parts, parts)
@@ -316,7 +316,7 @@ class EnginePipeline:
         return form, self.handle * 1
 
     def evaluate(self, batch: RunningMicroBatches) -> Any:
-        """Run the forwards of ``batch``; the output, the same on every rank along pp."""
+        """Run the forwards of ``batch``; return the output, the same on every rank along pp."""
         with torch.no_grad():
             running = self._run(self.layout.forwards(len(batch.parts)), batch)
             out = self.outputs.of_evaluation(batch.own_outputs, averages=batch.items is None)
@@ -324,9 +324,9 @@ class EnginePipeline:
             return out
 
     def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> BatchInStages:
-        """Run the micro-batches of ``batch``; returned is what has to be ended, which raises where a rank has failed.
+        """Run the micro-batches of ``batch``; the caller must ``end`` the result, which raises if a rank has failed.
 
-        Raises, for this and all later batches, what leaves the ranks out of step.
+        An exception raised here leaves the ranks out of step: the engine runs no further batch.
         """
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
         running = self.failures.begin(schedule, batch.trains)
@@ -341,11 +341,11 @@ class EnginePipeline:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients wait for the loss that was made of the one returned."""
+        """Whether gradients wait for ``commit``."""
         return self.handle is not None
 
     def commit(self, loss: torch.Tensor) -> None:
-        """Scale the pending gradients by what ``loss`` is to the one returned, and reduce them at a boundary.
+        """Scale the pending gradients by the derivative of ``loss`` by the returned loss; reduce them at a boundary.
 
         Raises ValueError where ``loss`` is made of anything else, whose gradients would be missing.
         """

@@ -73,7 +73,7 @@ def open_session(config: Config, stages: int | None = None) -> Session:
         plan = CommunicatorPlan(degrees, config, section.hccl)
 
         def options(ranks: tuple[int, ...], name: str) -> Any:
-            """Options that the config sets, and a buffer for the largest message that it tells of."""
+            """HCCL's options for a group: those of the config, and a buffer for the largest message by the config."""
             return hccl_options(plan.options(ranks, name)) if dist.get_backend() == "hccl" else None
 
         _topologies[key] = Topology(degrees, options)

@@ -29,7 +29,7 @@ RATE = 1e-3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative difference up to which two results are one: kernels round by the length of a loop."""
 BLOCKS_TOLERANCE = 0.05
-"""The same for tensors that are large enough for moments of 8 bits, whose blocks are others in a part."""
+"""The same for tensors that are large enough for 8-bit moments, which a part quantises in other blocks."""
 EXPERTS = 8
 """Length of the dims before the last two."""
 APART = -1
@@ -40,7 +40,7 @@ HOST = torch.device("cpu")
 BY_ELEMENT = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "FusedAdam", "FusedLion")
 """Compiled optimizers of DeepSpeed that step each element by itself; a second one prints, and holds state in C++."""
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""Settings that a second optimizer may be given, too; others (an engine) would be changed by its steps."""
+"""Types of settings that a second optimizer may be given, too; other objects (an engine) its steps would change."""
 OWN = "use_muon"
 """The setting of a group for which DeepSpeed's ZeRO 1 to 3 put whole matrices together by themselves."""
 

@@ -89,7 +89,7 @@ def _refused(reader: VerifiedReader, classes: Sequence[AllowedClass], message: s
 
 
 class CheckpointFiles:
-    """The files in ``folder``: each is opened once, and only those values of its tensors are read that are asked for.
+    """The files in ``folder``: each is opened once, and only values that are asked for are read.
 
     ``classes``: classes that they may have in addition to tensors and plain Python values; ``digests_of``: the digests
     of a file by its name, None where they are not known. All methods raise CheckpointError for files that cannot be

@@ -61,7 +61,10 @@ def damaged_tensors(
 def _weights(
     manifests: Sequence[Manifest], file: str, keys: Keys, elements: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
-    """Names of the weights that have some of the ``elements`` of the tensor at ``keys``, each with its state's key."""
+    """Names of the weights that have some of the ``elements`` of the tensor at ``keys``.
+
+    Each comes with the key of its state; "" for the weight itself.
+    """
     for manifest in manifests:
         for name, part in manifest.parts.items():
             for run, way, what in _runs(part, keys):

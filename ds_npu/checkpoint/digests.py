@@ -203,7 +203,10 @@ class VerifiedReader(io.RawIOBase):
         self.size = os.fstat(self._descriptor).st_size
         self.failure: DamagedFileError | OSError | None = None
         self.headers: frozenset[int] = frozenset()
-        """Offsets of an archive's headers, whose chunks are not verified for them: its directory tells the same."""
+        """Offsets of an archive's headers.
+
+        They are read without verifying their chunk: the archive's directory tells the same.
+        """
         if digests is not None and digests.size != self.size:
             message = f"it has {self.size:,} bytes, and {digests.size:,} were written"
             self.failure = DamagedFileError(path, None, message)

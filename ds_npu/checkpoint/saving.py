@@ -99,7 +99,10 @@ class Holders:
         return self.rank // self.ranks_of_a_stage
 
     def of_all_stages(self, own: Sequence[HeldWeight]) -> list[HeldWeight]:
-        """The weights of every stage, without values; ``own``: those of this rank's. All ranks of the group call it."""
+        """The weights of every stage, without values; ``own``: those of this rank's stage.
+
+        All ranks of the group call it.
+        """
         everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(self.group))]
         dist.all_gather_object(everyones, [replace(each, stage=self.stage) for each in own], group=self.group)
         # A weight may be in every stage: the first one's is taken.

@@ -89,7 +89,10 @@ def _length(held: Sequence[Held]) -> int:
 
 
 def _held(sizes: Sequence[int], shards: Sequence[Shard]) -> list[tuple[list[Held], list[Held]]]:
-    """For each dim the indices that a rank holds, and the ones among them that no lower rank of an axis holds."""
+    """For each dim the indices that a rank holds, and its own.
+
+    Its own are those that no lower rank of an axis holds, too.
+    """
     found = [([Held(0, size, 0)], [Held(0, size, 0)]) for size in sizes]
     for sharding, rank in shards:
         held, own = found[sharding.dim]

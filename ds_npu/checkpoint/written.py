@@ -111,7 +111,7 @@ class WrittenCheckpoint(CheckpointFolder):
         }
 
     def model_state(self) -> dict[str, Any]:
-        """The run's counters and schedule: a copy of one of DeepSpeed's files of models, without weights and states."""
+        """The run's counters and schedule, from one of DeepSpeed's files of models, without weights and states."""
         files = [each.model_file for each in self.manifests if each.model_file is not None]
         if not files:
             raise CheckpointError(

@@ -161,7 +161,10 @@ class ExpertView(ExpertCheckpoints):
             self.expert_groups.schedule(self.lr_scheduler)
 
     def _validate_zero3_moe_compatibility(self) -> None:
-        """As DeepSpeed's, but not with experts: theirs accepts its own MoE only, ours carry their group for ZeRO-3."""
+        """As DeepSpeed's, but not with experts of ds_npu.
+
+        It accepts only layers of its own; ours carry the group over which ZeRO-3 shards them.
+        """
         if not self.has_experts:
             super()._validate_zero3_moe_compatibility()
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class AnyLayoutCheckpoints(TopologyEngine):
-    """An engine that writes manifests of its checkpoints, and loads those of other layouts; all ranks call it."""
+    """An engine that also loads checkpoints of other layouts, by manifests that it writes; all ranks call it."""
 
     allowed_files: AllowedFilesEngine | None = None
     """The checkpoint engine in use; None where the config asks for another one than DeepSpeed's default."""
@@ -90,7 +90,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         return self._load_reassembled(written, asked, load_dir)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As DeepSpeed's, which reads a PipelineModule from files of layers: reassembled, it is in ``checkpoint``."""
+        """As DeepSpeed's; a reassembled PipelineModule is loaded from ``checkpoint``, not from files of layers."""
         if self.reassembled is None or not isinstance(self.module, PipelineModule):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
         else:

@@ -94,7 +94,10 @@ class AtomicCheckpoints(TopologyEngine):
 
     @contextmanager
     def _saving_by(self, transaction: CheckpointTransaction) -> Iterator[None]:
-        """Let DeepSpeed save by ``transaction`` in the block; its snapshot receives state that is moved to the host."""
+        """Within the block DeepSpeed saves by ``transaction``.
+
+        State that is moved to the host goes to the transaction's snapshot.
+        """
         plain = self.checkpoint_engine
         self.checkpoint_engine = transaction
         bucketed = None if self.optimizer is None else BUCKETED.get(self.optimizer)

@@ -55,7 +55,10 @@ class ExpertCheckpoints(TopologyEngine):
             return bool(super().save_checkpoint(*args, **kwargs))
 
     def put_own_files(self, *args: Any, **kwargs: Any) -> None:
-        """Save this rank's files, its experts' too; every rank calls it: the experts' loads are summed over ranks."""
+        """Save this rank's files, its experts' too.
+
+        Every rank calls it, since the loads of experts are summed over ranks.
+        """
         self.expert_maps = state_of_maps(self.module, self.topology)
         with self._without_moe_of_deepspeed():
             super().put_own_files(*args, **kwargs)

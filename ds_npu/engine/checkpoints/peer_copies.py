@@ -147,7 +147,10 @@ class PeerCopies:
         self._thread.start()
 
     def close(self) -> None:
-        """End in order, so that no rank takes this one for gone. Where another one is gone, write the copies first."""
+        """End in order, so that no rank takes this one for gone.
+
+        Where another one is gone, the copies are written first.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -227,7 +230,10 @@ class PeerCopies:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Send the token on if this rank has all files of the copy. Rank 0 makes it, and on its return all have them."""
+        """Send the token on if this rank has all files of the copy.
+
+        Rank 0 makes the token; once it returns there, all ranks have their files.
+        """
         with self._lock:
             tag = self._own[-1].tag if self._own else ""
             has_all = bool(tag) and bool(self._held) and self._held[-1].tag == tag

@@ -77,7 +77,10 @@ def called_as_data_rank(original: Function) -> Function:
 
 
 def split_between_processes(original: Function) -> Function:
-    """For a method that returns a context manager: it splits over data ranks; its block counts processes as ever."""
+    """For a method that returns a context manager: it splits inputs over data ranks.
+
+    Within its block processes are counted as ever.
+    """
 
     @contextmanager
     def split(args: Any, kwargs: Any) -> Iterator[Any]:

@@ -78,7 +78,10 @@ def count_generated_samples(original: Function) -> Function:
 
 
 def know_data_ranks(original: Function) -> Function:
-    """For ``TrainingArguments.__post_init__``, after which config and processes are known: then data ranks count."""
+    """For ``TrainingArguments.__post_init__``, after which the config and the processes are known.
+
+    From then on trainers' arguments count data ranks.
+    """
 
     @functools.wraps(original)
     def known(self: Any) -> None:

@@ -64,7 +64,10 @@ def _number(variable: str, default: int) -> int:
 
 
 class FailureRecord:
-    """The ranks' exchange about failures; no method waits without a bound, and none raises but those that say so."""
+    """The ranks' exchange about failures.
+
+    No method waits without a bound, and none raises but those that say so.
+    """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.store = PrefixStore(PREFIX, store)

@@ -42,7 +42,7 @@ class BucketedState:
         """Let DeepSpeed see the partitions in the order of buckets."""
         self._optimizer.parallel_partitioned_bit16_groups = self._own_parts()
         for found in self._fragments():
-            # Nobody reads by DeepSpeed's addresses what is in another order.
+            # DeepSpeed's addresses are wrong in this order: nobody may read by them.
             found.hp_fragment = None
             found.optim_fragment = None
 

@@ -150,7 +150,7 @@ class BucketedZero:
         holder: Any = weight
         if not getattr(holder, "ds_grad_is_ready", True):
             return
-        # A PipelineEngine tells its optimizer of no boundary, and reduces behind its schedule.
+        # A PipelineEngine sets no boundary on its optimizer, and reduces after its schedule.
         is_last = optimizer.is_gradient_accumulation_boundary() and not self._engine.pipeline_parallelism
         if optimizer.partition_gradients or (is_last and not self._engine.inside_no_sync_ctxt):
             self.gradients.come(weight)
@@ -170,7 +170,7 @@ class BucketedZero:
         clear()
 
     def _begin_backward(self, begin: Function) -> None:
-        # A graph that was kept from before the step has weights that no forward has read since.
+        # The weights of a graph that was kept from before the step were awaited by no forward since.
         self._awaited.arrive()
         begin()
 
@@ -253,7 +253,7 @@ class BucketedZero:
     def _move(self, move: Function, *args: Any, **kwargs: Any) -> Any:
         """Call ``offload_states`` or ``reload_states``, which divide flat weights into partitions anew."""
         self.arrive()
-        # DeepSpeed empties the lists of partitions, of which only views of the flat weights would keep their memory.
+        # DeepSpeed empties these lists; views of the flat weights in ours would keep the memory in use.
         self._optimizer.parallel_partitioned_bit16_groups = []
         try:
             return move(*args, **kwargs)

@@ -67,7 +67,7 @@ class MessageInFlight:
             return
         accelerator = get_accelerator()
         for stream in streams:
-            # Behind what is computed up to now nobody computes with the weights that are released.
+            # After all work that is queued now, nothing computes with released weights, whose memory may be used.
             stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(streams.sends):
             if memory.emptied is not None:

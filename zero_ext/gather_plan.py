@@ -168,7 +168,7 @@ def _messages(
         weights = tuple(use.weight for use in draft)
         size = sum(sizes[weight] for weight in weights)
         for use in draft:
-            # It arrives with those that are used before it.
+            # The weight arrives with the message's first one, before its own use.
             for position in range(needed, use.first):
                 gathered[position] += sizes[use.weight]
         sent = needed - 1

@@ -67,7 +67,7 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
         raise ValueError(found)
     all_held = [held for _, _, held in everyones]
     if [rank for rank, _, _ in everyones] != list(range(len(everyones))):
-        # A prediction, in which other ranks have no process and this one's words are all that arrives.
+        # A prediction (without processes for other ranks): all gathered values are this rank's.
         all_held = expected_holdings(engine)
         all_held[own[0]] = weights
     plans, planned = [], []

@@ -137,7 +137,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._step_matrices(group)
         others = [group for group in self.param_groups if not group[MUON]]
         if others:
-            # A schedule of the client's own may know the inner one, with all groups.
+            # A client's own schedule may use the inner optimizer, which must have all groups again.
             groups = self.inner.param_groups
             self.inner.param_groups = others
             self.inner.state = self.state
@@ -176,7 +176,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     ) -> None:
         method: Method = group["ns_method"]
         dtype = iteration_dtype(method, gradients[0].dtype)
-        # The standard iteration rounds gradients first: that they are rounded before they travel changes nothing.
+        # The standard iteration rounds gradients first: rounding them before they are sent changes nothing.
         sent = dtype if method == "standard" else gradients[0].dtype
 
         def iteration(first: Matrix, x_BRC: torch.Tensor) -> torch.Tensor:

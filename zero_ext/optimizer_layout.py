@@ -80,7 +80,7 @@ def _sharded(optimizer: Any) -> OptimizerLayout | None:
     # Not of their subclasses (ZenFlow, SuperOffload), which hold more.
     kind = type(optimizer)
     keys = ((ZERO, MASTERS), (ZERO, "base_optimizer_state"))
-    # With weights on the host or a disk other attributes hold them.
+    # With offload_param other attributes hold the weights.
     if kind is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_param:
         keys = ((ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict"))
         runs = _of_stage_3(optimizer)

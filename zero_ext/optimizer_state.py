@@ -238,7 +238,7 @@ class KeptState:
         if name != LOADING:
             self.check_whole(name)
         with self._changing(lambda _: changes), self.open(self.shards, changes):
-            # DeepSpeed returns its masters, which are placeholders when they are saved.
+            # DeepSpeed returns its masters, which are placeholders again by the time that they are saved.
             whole = {id(shard.master): shard.master.data for shard in self.shards}
             found = method(*args, **kwargs)
             found = _with_values(found, whole) if name == "state_dict" else found

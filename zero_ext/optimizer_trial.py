@@ -56,7 +56,7 @@ class Sample:
     def draw(self, dims: int, drawn: torch.Generator) -> torch.Tensor:
         shape = [EXPERTS] * (dims - 2) + [self.size] * min(dims, 2)
         whole = torch.randn(shape, generator=drawn, dtype=torch.float64)
-        # Halves of different norms, other ones in each tensor; no outer product, which factored moments would suit.
+        # The halves have different norms, in each tensor others; to an outer product, factored moments would be exact.
         scales = 8.0 ** torch.rand([2] * dims, generator=drawn, dtype=torch.float64)
         for dim, length in enumerate(shape):
             scales = scales.repeat_interleave(length // 2, dim)
@@ -203,7 +203,7 @@ def _second(
         # Schedulers that warm up begin with 0, which would change no weight.
         moving["lr"] = float(settings.get("initial_lr") or RATE)
     second = type(optimizer)([{**moving, "params": weights}], **_given(optimizer)[0])
-    train = getattr(second, "train", None)  # Of those that are free of schedules.
+    train = getattr(second, "train", None)  # Schedule-free optimizers have it.
     if callable(train):
         train()
     return second

@@ -90,7 +90,7 @@ def _exchange(
             others.append(each)
     for low in range(0, out.numel() if others else 0, WINDOW):
         inside = [part for each in others if (part := each.within(low, low + WINDOW)).numel]
-        # In the order of the ranks, and within one in that of its elements, as the receiver takes them.
+        # Sorted by rank, and for one rank by its elements, as the receiver takes them.
         sent = sorted((each for each in inside if each.sender == rank), key=lambda each: (each.receiver, each.first))
         received = sorted(
             (each for each in inside if each.receiver == rank), key=lambda each: (each.sender, each.first)

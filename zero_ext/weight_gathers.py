@@ -139,8 +139,8 @@ class WeightGathers:
         """Let the current stream wait for the weights of a module, and send the messages that follow."""
         with self._lock, torch.no_grad():
             is_in_backward = torch._C._current_graph_task_id() != -1
-            # A script may run modules of the model by themselves. Activations have no place in the order: experts call
-            # theirs as often as experts have tokens, which differs between ranks and micro-batches.
+            # A script may run modules of the model by themselves. Modules without weights are not in the order: experts
+            # call their activations as often as experts have tokens, which differs between ranks and micro-batches.
             number = current_submodule.ds_id
             if number not in self._holding:
                 self._holding[number] = _holds_weights(current_submodule)

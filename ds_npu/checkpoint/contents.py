@@ -154,7 +154,7 @@ class CheckpointFiles:
             raise reader.failure
         records = _records(reader)
         if records is None:
-            # torch keeps no positions of tensors in files of DeepSpeed's checkpoint_serialization false.
+            # Written with DeepSpeed's checkpoint_serialization false: torch keeps no positions of tensors then.
             reader.seek(0)
             return loaded(reader, self._classes)
         reader.headers = frozenset(records)
@@ -163,7 +163,7 @@ class CheckpointFiles:
         reader.keep(_ends_of_largest(positions))
         for keys, tensor in tensors_in(found):
             begin = file_position(tensor)
-            if begin is None:  # An earlier torch.
+            if begin is None:  # Earlier releases of torch keep no positions.
                 reader.seek(0)
                 return loaded(reader, self._classes)
             if positions.get(begin) != tensor.untyped_storage().nbytes():

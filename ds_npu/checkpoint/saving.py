@@ -239,7 +239,7 @@ def whole_weights(
     to = Destination(held.device if device is None else device, every_rank=True)
     for names, whole in held.gathered(gather, to):
         yield names[0], whole
-        del whole  # As gathered does.
+        del whole  # Frees its memory, as in ``gathered``.
 
 
 def _held_weights(tensors: Mapping[str, torch.Tensor], holders: ViewHolders) -> list[HeldWeight]:

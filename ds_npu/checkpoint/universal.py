@@ -54,7 +54,7 @@ class UniversalCheckpoint(WrittenCheckpoint):
         with self.damage_named():
             parts = dict(self._written_parts())
         for name, names in self._same.items():
-            # Converters give the state to one name of a weight, and to another one maybe its 16-bit values.
+            # Converters write the state under one name of a weight, and maybe its 16-bit values under another one.
             known = [each for each in names if each in parts]
             if known:
                 parts[name] = parts[max(known, key=lambda each: parts[each].state is not None)]

@@ -137,7 +137,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         refuse_saving_a_stage(model)
         know_grid(model, self.topology)
         if protect_shards(model, self.topology):
-            # Optimizers of the client's own know what they are given.
+            # A client's own optimizer steps the parameters that it was given, shards too.
             self.events.around_step(MethodLevel.SHARD_ACCESS, allow_shard_access)
         if not is_pipeline and layout is None:
             agree_on_first_batch(model, self.topology, partial(self.open_other_communicators, model))
@@ -208,7 +208,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         super().compile(*args, **kwargs)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        # It broadcasts the weights of experts.
+        # DeepSpeed's method broadcasts the weights of experts.
         self.open_other_communicators(model)
         super()._configure_distributed_model(model)
         equalise_copies(model, self.topology)

@@ -63,7 +63,7 @@ def _take_over(built_in: type, ours: type) -> None:
     }
     real.set_accelerator(accelerator)
     for name, module in list(sys.modules.items()):
-        # Where DeepSpeed's builders are defined, ours find their bases.
+        # Not where DeepSpeed's builders are defined: they are the bases of ours.
         if name.startswith("deepspeed.") and not name.startswith("deepspeed.ops.op_builder.npu"):
             bound = {key: value for key, value in vars(module).items() if key.endswith("Builder") and value in replaced}
             vars(module).update({key: replaced[value] for key, value in bound.items()})

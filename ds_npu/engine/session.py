@@ -91,7 +91,7 @@ def use_own_device(arguments: Any = None) -> None:
     index, source = _own_index(arguments)
     accelerator = get_accelerator()
     if accelerator.device_name() == "npu":
-        # It imports torch_npu.
+        # Imported here, since it imports torch_npu.
         from ds_npu.accelerator.npu_accelerator import check_own_device
 
         check_own_device(index, source)

@@ -110,7 +110,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         plain = self.checkpoint_engine
         self.checkpoint_engine = Overlaid(plain, load=lambda *args, **kwargs: state)
         if partitions_alone:
-            # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
+            # Else DeepSpeed would read the weights by itself; WeightsOnly prevents that it loads states.
             asked = asked._replace(load_optimizer_states=True)
         try:
             return super().load_checkpoint(load_dir, str(written.folder.relative_to(load_dir)), *asked)
@@ -175,7 +175,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         names: list[str] = super()._get_all_ckpt_names(folder, tag)
         if self.load_universal_checkpoint() or not WrittenCheckpoint(Path(folder, str(tag))).has_manifests:
             return names
-        # Of the same name there may have been a checkpoint of more ranks.
+        # An earlier checkpoint of the same name may have had more ranks.
         own = {self._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
         return [name for name in names if name in own]
 
@@ -203,12 +203,12 @@ class AnyLayoutCheckpoints(TopologyEngine):
         """The content of this rank's files; raises CheckpointError on every rank if one cannot read its part."""
         has_any = has_experts(self.module)
         if has_any:
-            # Wherever the experts of the former run were, those of this one begin in the plain order.
+            # The experts of this run begin in the plain order, wherever the former run had them.
             expert_maps = state_of_maps(self.module, self.topology)
             restore_maps(self.module, None, self.topology)
         made: list[State] = []
         try:
-            # Nothing of it is sent to the other ranks.
+            # The state goes to ``made``: what the lambda returns is sent to all ranks.
             _on_every_rank(lambda: made.append(Reassembly(self, written, partitions_alone).state()))
             logger().info("%s: %s bytes of files were read", written.folder, f"{written.bytes_read:,}")
         except CheckpointError:

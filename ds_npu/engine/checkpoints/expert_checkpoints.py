@@ -86,7 +86,7 @@ class ExpertCheckpoints(TopologyEngine):
     def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
         state: State = super()._common_checkpoint_state(module_state_dict, *args)
         if stages_in(self.module) and self.topology.size("ep", "etp") > 1:
-            # A stage without experts, too: DeepSpeed reads its file on the ranks of all stages.
+            # Also for a stage without experts: the ranks of all stages read its file in DeepSpeed.
             state[LAYOUT] = self.layout
         if self.has_experts:
             state |= {LAYOUT: self.layout, EXPERT_MAP: self.expert_maps}

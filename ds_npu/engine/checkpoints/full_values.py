@@ -33,7 +33,7 @@ class Grid:
     topology: Topology
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # A weight read from a file is none of this world.
+        return type(None), ()  # A weight that is read from a file has no grid.
 
 
 GRID = TensorAttribute[Grid]("ds_npu_grid")

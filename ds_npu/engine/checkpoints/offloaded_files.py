@@ -37,7 +37,7 @@ def put_offloaded(engine: Any, folder: Path, state: dict[str, Any]) -> None:
     states = state[OPTIMIZER_STATE_DICT]["state"]
     known = swapped_masters(optimizer)
     of_all = optimizer.fp32_partitioned_groups_flat
-    # DeepSpeed counts the weights of all models in a process.
+    # DeepSpeed numbers the weights of all models in a process: only the order of the names is known.
     found = [(int(match[1]), each.name) for each in files.iterdir() if (match := OF_MASTER.fullmatch(each.name))]
     if len(found) != len(known) or len(masters) != len(of_all):
         raise CheckpointError(

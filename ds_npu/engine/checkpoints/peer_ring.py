@@ -104,7 +104,7 @@ class PeerRing:
                 self._out.sendall(HEADER.pack(len(text), len(message.data)) + text)
                 self._out.sendall(message.data)
             except OSError:
-                # Its own holder is told by the connection that it has to that rank.
+                # This rank's holder is gone: the holder of that one notices it by its own connection.
                 return
         with suppress(OSError):
             self._out.shutdown(socket.SHUT_WR)

@@ -157,7 +157,7 @@ class Reassembly:
                 flat = own.setdefault(each, torch.zeros(flats[run.flat].shape, dtype=value.dtype))
                 flat.view(-1)[mine] = value
         if layout.values is not None:
-            # The lists are the optimizer's own.
+            # Copies, since the lists in the state dict are the optimizer's own.
             held = [[*each] if isinstance(each, list) else each for each in _at(found, layout.values)]
             _at(found, layout.values[:-1])[layout.values[-1]] = held
             for run in layout.runs.values():

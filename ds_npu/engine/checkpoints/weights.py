@@ -55,7 +55,7 @@ class WholeWeights(TopologyEngine):
             needed = gather is _gathered and self.topology.rank("pp") == 0
             if holders.dense is not None or holders.experts is not None or needed:
                 weights = whole_state_dict(self.module, holders, gather=gather)
-        # A rank that ends right after this has sent its part: on NPUs collectives are only queued when they return.
+        # On NPUs collectives are only queued when they return: a rank may end after this, and its part must be sent.
         get_accelerator().synchronize()
         return weights
 
@@ -107,7 +107,7 @@ class WholeWeights(TopologyEngine):
 
         held = Holders.tensor_ranks(topology.group(*dense), stages) if has_part(dense, ("pp", "dp", "cp")) else None
         experts: tuple[Axis, ...] = ("pp", "ep", "etp") if stages > 1 else ("ep", "etp")
-        # Of several stages, some may have none.
+        # Some of several stages may have no experts.
         has_any = has_experts(self.module) or (stages > 1 and topology.size("ep", "etp") > 1)
         if not has_any or not has_part(experts, ("pp", "edp")):
             return ViewHolders(held)

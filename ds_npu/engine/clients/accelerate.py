@@ -232,7 +232,7 @@ def _showing_processes(degrees: Degrees) -> AbstractContextManager[None]:
 def _states() -> list[Any]:
     from accelerate.state import AcceleratorState, PartialState
 
-    # The second is made of the first whenever it is asked for.
+    # AcceleratorState copies from PartialState whenever it is made.
     return [PartialState(), AcceleratorState()]
 
 

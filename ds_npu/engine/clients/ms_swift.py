@@ -51,7 +51,7 @@ def accuracy_of_sharded_logits(original: Function) -> Function:
         from ds_npu.models.logits import likeliest_words
 
         words = likeliest_words(outputs.logits)
-        # All that the accuracy of tokens asks of logits.
+        # The accuracy of tokens uses only argmax of the logits.
         found = SimpleNamespace(logits=SimpleNamespace(argmax=lambda dim: words))
         return original(self, found, labels, *args, **kwargs)
 

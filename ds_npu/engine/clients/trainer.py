@@ -42,7 +42,7 @@ def keep_whole_checkpoints(original: Function) -> Function:
 
     @functools.wraps(original)
     def rotate(output_dir: str, save_total_limit: int | None = None, *args: Any, **kwargs: Any) -> None:
-        # With two or more the one before is there, which every save waits for.
+        # With a limit of two or more the checkpoint before is kept, and each save waits until that one is whole.
         if save_total_limit != 1 or are_saved_in(Path(output_dir)):
             original(output_dir, save_total_limit, *args, **kwargs)
 

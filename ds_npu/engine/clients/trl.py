@@ -38,7 +38,7 @@ def log_probs_of_shards(original: type[torch.autograd.Function]) -> type[torch.a
             scores = _scores(values)
             if scores is None:
                 return super().apply(*args, **kwargs)
-            # In TRL's dtype; it computes float32 of float64, too.
+            # In TRL's dtype, which is float32 for float64 inputs, too.
             wide = TokenScores(*(each if each.dtype == torch.bool else each.float() for each in scores))
             asked = ("log_probs", *values["outputs"])
             return tuple(each if name in asked else None for name, each in zip(wide._fields, wide, strict=True))

@@ -194,7 +194,7 @@ class BatchInStages:
         The random generators are then set back to before the batch. Raises StopIteration on all ranks where all that
         load data have met its end.
         """
-        # One number: how many ranks have come, above it how many have failed, above that the sum of their shares.
+        # One number, from the lowest bits up: the ranks that have come, those that have failed, the sum of shares.
         ranks = len(self._ranks)
         width = len(self._ranks).bit_length()
         mine = 1 + (self.has_failed << width) + (self._share(62 - 3 * width) << 2 * width)
@@ -261,7 +261,7 @@ class BatchInStages:
         if self.checksum is None:
             return 0
         peers = self._failures.peers
-        # Data ranks may have the same batches, and shares of theirs could make up for each other.
+        # Data ranks may have the same batches: without a salt their shares could cancel each other.
         own = self.checksum.read(bits, salt=peers[0])
         return own * (len(peers) - 1) if self._rank == peers[0] else -own
 

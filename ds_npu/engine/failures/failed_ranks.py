@@ -138,7 +138,7 @@ def ending_of(error: BaseException, traceback: TracebackType | None, record: Fai
         return Ending(is_whole=True)
     if record is None:
         if isinstance(error, ConfigError) and local_rank > 0:
-            # Ranks of a node read the same file. All of it on a line, in case that a launcher ends the first rank now.
+            # Ranks of a node read the same file. The line has the whole error: a launcher may end the first rank now.
             whole = " ".join(f"{error}".split())
             return Ending(False, f"{me} ended with the error that the first rank of this node says: {whole}")
         return Ending(is_whole=True, line=_explained(error, me) or "")
@@ -204,7 +204,7 @@ def _gone(me: str, found: str) -> str:
 def _match(pattern: re.Pattern[str], error: BaseException) -> str | None:
     """The words of ``pattern`` in ``error`` or its causes."""
     for each in _chain(error):
-        # An OSError is a client's own connection.
+        # An OSError comes from a connection of the client's own.
         if isinstance(each, RuntimeError) and (found := pattern.search(str(each))):
             return found[0]
     return None

@@ -69,7 +69,7 @@ class JointCalls:
         self.depth += 1
         try:
             if self.record is not None and self.depth == 1:
-                # What a dead rank has left undone is an error here, and not in a thread that ends this process.
+                # Work that waits for a dead rank raises here, and not in a thread that ends this process.
                 get_accelerator().synchronize()
                 self.number = self.record.store.add(_count(self.record.rank), 1)
                 _meet(self.record, name, self.number)
@@ -99,7 +99,7 @@ class JointCalls:
     def _end(self, record: FailureRecord) -> None:
         """Tell the other ranks, at the end of this process, that it makes no further call."""
         number = self.number + 1
-        # Python ends threads that are in C++ then by an unwinding that aborts the process: none may be in the store.
+        # Python then ends threads that are in C++ by unwinding, which aborts the process: none may be in the store.
         with self.speaking:
             self.has_ended = True
 

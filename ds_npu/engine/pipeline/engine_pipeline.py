@@ -183,7 +183,7 @@ def pipeline_links(topology: Topology, device: torch.device, rank_of: Sequence[i
         )
     up, down = (topology.within("pp", every, f"to {which} ranks", own=True) for which in ("higher", "lower"))
     borders = {tuple(sorted((rank_of[stage], rank_of[stage + 1]))) for stage in range(len(rank_of) - 1)}
-    # First those of every other rank: they are opened side by side.
+    # Borders of every other rank come first, since these are opened in parallel.
     for low, high in sorted(borders, key=lambda each: (each[0] % 2, each)):
         if low != high:
             low, high = ranks[low], ranks[high]
@@ -231,7 +231,7 @@ class EnginePipeline:
 
     def batch(self, given: Keywords, trains: bool) -> RunningMicroBatches:
         """The micro-batches of the batch with the arguments ``given``."""
-        # On every rank before any begins: one that refuses later leaves the others waiting for it.
+        # Checked on every rank before any begins: a rank that refuses later leaves the others waiting for it.
         self._check(given, trains)
         samples = samples_of(given)
         count = min(self.micro_batches or samples, samples)
@@ -302,7 +302,7 @@ class EnginePipeline:
         key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
         try:
             running = self._run(self.layout.make(len(batch.parts)), batch)
-            # In an order that no schedule changes.
+            # Summed in an order that does not depend on the schedule.
             losses = [batch.losses[each] for each in sorted(batch.losses)]
             found = self.outputs.of_training(batch.form, losses, key)
             running.end()

@@ -112,7 +112,7 @@ class ScheduledModule:
             engine._exec_reduce_grads()
             engine._exec_optimizer_step()
         except BaseException:
-            # DeepSpeed has started them for a batch that has failed; its time is not counted.
+            # DeepSpeed has started these timers for a batch that has failed; its time is not counted.
             for name in (TRAIN_BATCH_TIMER, BATCH_INPUT_TIMER):
                 engine.timers(name).started_ = False
             engine.tput_timer.started = False

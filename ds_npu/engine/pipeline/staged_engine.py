@@ -119,7 +119,7 @@ class StagedEngine(TopologyEngine):
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         if not self._runs:
             return super()._forward_prologue(inputs, kwargs)
-        # Of what DeepSpeed does before each forward of the model, this concerns a micro-batch.
+        # The one thing that DeepSpeed does before a forward and that a micro-batch needs.
         return (self._cast_inputs_half(inputs), kwargs) if self.fp16_auto_cast() else None
 
     def _forward_epilogue(self) -> None:

@@ -338,7 +338,7 @@ class NpuPipelineEngine(NpuEngine, PipelineEngine):  # type: ignore[misc]
 def backward_of_a_view(backward: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """As DeepSpeed's, but right also for the very tensor that the forward returned, unscaled.
 
-    DeepSpeed divides that one's gradient by the accumulation steps twice: in a hook of the forward's outputs, that runs
+    DeepSpeed divides its gradient by the accumulation steps once more, in a hook of the forward's outputs that runs
     before the one that would stop it (runtime/engine.py of 0.19.8, ``_backward_prologue_per_tensor``).
     """
     return backward(loss.view_as(loss), *args, **kwargs)

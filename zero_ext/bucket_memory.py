@@ -27,12 +27,12 @@ class BucketedGroup:
     """One group of an optimizer's weights, which has a flat buffer of its own, over the data ranks that share it."""
 
     weights: Sequence[nn.Parameter]
-    """In the order of the buffer."""
+    """The weights in the order of the buffer."""
     device: torch.device
     plan: BucketPlan
     ranks: dist.ProcessGroup
     size: int
-    """The number of those ranks."""
+    """The number of ``ranks``."""
     rank: int
     runs: tuple[Run, ...]
     """The runs of this rank's partition, in order."""
@@ -69,14 +69,14 @@ class BucketMemory:
                     self._used[index, group.plan.buckets[piece.bucket].span] += piece.numel
         self._spans: dict[Key, torch.Tensor] = {}
         self._unsent: Counter[Key] = Counter()
-        """Buckets of each span in use that are not sent."""
+        """How many buckets of each span in use are not sent."""
         self._streams: dict[Key, set[Any]] = {}
-        """The streams that write to each."""
+        """The streams that write to each span in use."""
         self._given: dict[Key, set[int]] = {}
-        """The first elements of the homes in each that were given."""
+        """The first elements of the homes that were given, in each span in use."""
 
     def spans(self) -> Iterator[torch.Tensor]:
-        """The memory in use."""
+        """The memory of the spans in use."""
         yield from self._spans.values()
 
     def bucket(self, key: Key) -> torch.Tensor:
@@ -87,8 +87,8 @@ class BucketMemory:
     def home(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
         """The memory [the weight's shape] for a gradient of ``dtype``; None where its buckets cannot hold it as it is.
 
-        The current stream may write to it, before the buckets are sent. It is given once: a gradient in it may be set
-        apart for a while (a pipeline's of the batches before), and the next is not written over it.
+        The current stream may write to it, before the buckets are sent. It is given once, then None: a gradient in it
+        may be set apart for a while (a pipeline's, of earlier batches), and the next must not be written over it.
         """
         if id(weight) not in self._homes or dtype != self._dtype():
             return None
@@ -109,7 +109,10 @@ class BucketMemory:
         return found is not None and gradient.data_ptr() == found.data_ptr() + start * found.element_size()
 
     def take(self, key: Key) -> torch.Tensor:
-        """A bucket, all of which is written, for its message; the current stream waits for what was written."""
+        """Take a bucket, all of which is written, to send it.
+
+        The current stream waits for the streams that wrote to it.
+        """
         bucket = self.bucket(key)
         span, _, _ = self._in_spans[key]
         for stream in self._streams.get(span, ()):

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ALIGNMENT, LEAST_ALIGNMENT = 256, 2
-"""A rank's part of a bucket is a multiple of this many elements, but for the last bucket's; and of tiny buckets."""
+"""A rank's part of a bucket is a multiple of the first; in tiny buckets, and in the last of a span, of the second."""
 LEAST, LEAST_OF_A_RANK = 40_000_000, 1_000_000
-"""Elements of a bucket, in all and for each rank: Megatron-LM's (distributed_data_parallel.py)."""
+"""Least elements of a bucket, in all and for each rank, as in Megatron-LM (distributed_data_parallel.py)."""
 
 
 class Bucket(NamedTuple):
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
 
     @property
     def owned(self) -> int:
-        """The first element of a rank's shard of it in the rank's partition."""
+        """Index in a rank's partition at which the rank's shard of the bucket begins."""
         return self.start // self.ranks
 
 
@@ -48,9 +48,9 @@ class Run(NamedTuple):
     weight: int
     """Its index in the group."""
     first: int
-    """The first of them in the weight, flat."""
+    """Index of the first element in the weight, flat."""
     start: int
-    """The first of them in the partition."""
+    """Index of the first element in the partition."""
     numel: int
 
 
@@ -59,9 +59,9 @@ class BucketPiece(NamedTuple):
 
     bucket: int
     start: int
-    """The first of them in the bucket."""
+    """Index of the first element in the bucket."""
     first: int
-    """The first of them in the weight, flat."""
+    """Index of the first element in the weight, flat."""
     numel: int
 
 
@@ -120,15 +120,15 @@ def _whole_units(elements: int, ranks: int) -> int:
 def bucketed_runs(
     limits: Sequence[int], weights: Sequence[tuple[int, int]], numel: int, ranks: int, rank: int
 ) -> Iterator[Run]:
-    """The runs in the partition of ``rank``, of ``plan_of`` these weights."""
+    """The runs in the partition of ``rank``, by the plan of these weights (``plan_of``)."""
     return plan_of(weights, numel, ranks, limits).runs(rank)
 
 
 def plan_of(weights: Sequence[tuple[int, int]], numel: int, ranks: int, limits: Sequence[int]) -> BucketPlan:
     """The plan of a buffer of ``numel`` elements, a multiple of ``ranks``; no bucket is above the ``limits``.
 
-    A span is the fewest whole weights that fill a bucket, and has equal buckets, nearest to ``bucket_elements``; but
-    each rank's parts are of whole elements, for which a span may end within a weight.
+    A span holds the fewest whole weights that fill a bucket, and is cut into equal buckets, nearest to
+    ``bucket_elements``. It may end within a weight, so that all ranks' parts are of whole elements.
     """
     elements = bucket_elements(limits, ranks)
     most = _whole_units(min(limits), ranks)

@@ -1,8 +1,8 @@
 """Gradients of ZeRO 1 and 2 that are reduce-scattered bucket by bucket while the backward runs.
 
 A bucket is sent when the gradients of all its weights are there, in one order on every rank: a bucket that is complete
-earlier waits for those before it. What a batch has not used is zero, and sent at the end of the backward. The message
-runs on the communicator's own stream; the step waits for it, or the next sum of the same bucket.
+earlier waits for those before it. For weights that a batch has not used, zeros are sent at the end of the backward.
+The message runs on the communicator's own stream; the step waits for it, or the next sum of the same bucket.
 
 Each weight has a home in its buckets, where a product of matrices may write its gradient (``home_of``). Gradients that
 autograd makes are copied there.
@@ -30,7 +30,10 @@ IN_FLIGHT = 4
 
 
 class PartitionGradient(list[torch.Tensor]):
-    """The gradient of a rank's partition as DeepSpeed keeps it: its pieces in order, padding marked, and all in one."""
+    """The gradient of a rank's partition in DeepSpeed's form.
+
+    It is a list of views of ``flat_partition``, in order; those of padding are marked.
+    """
 
     def __init__(self, flat: torch.Tensor, runs: Sequence[Run]) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class PartitionGradient(list[torch.Tensor]):
         self._set(flat)
 
     def move_flat_partition(self, device: Any, non_blocking: bool = False) -> None:
-        """DeepSpeed's call to move it to another device (offload_states)."""
+        """Move it to another device; DeepSpeed's offload_states calls it."""
         self._set(self.flat_partition.to(device, non_blocking=non_blocking))
 
     def _set(self, flat: torch.Tensor) -> None:
@@ -56,7 +59,7 @@ class PartitionGradient(list[torch.Tensor]):
 
 @dataclass(frozen=True)
 class _Sum:
-    """A sum of one bucket in flight, and what it is added to; None: it is written where it belongs."""
+    """The sum of one bucket, in flight, and the shard that it is added to; None: it is written there at once."""
 
     pending: Pending[torch.Tensor]
     shard: torch.Tensor | None
@@ -75,7 +78,7 @@ class BucketedGradients:
     """The gradients of one DeepSpeedZeroOptimizer between its backwards and its step."""
 
     def __init__(self, optimizer: Any, groups: Mapping[int, BucketedGroup], order: Sequence[Key]) -> None:
-        """``groups`` by index; ``order``: of all buckets, in which they are sent."""
+        """``groups``: by index; ``order``: all buckets, as they are sent."""
         self._optimizer, self._groups, self._order = optimizer, groups, order
         self._position = {key: position for position, key in enumerate(order)}
         self._memory = BucketMemory(groups, self._sent_as, self._before_more)
@@ -89,7 +92,7 @@ class BucketedGradients:
         self._calls: Counter[int] = Counter()
         """How often the gradient of each weight has come in this backward, by id."""
         self._expected: Counter[int] | None = None
-        """The most that was seen in a backward; None before the first."""
+        """For each weight, the most calls in one backward so far; None before the first."""
         self._sums: dict[int, torch.Tensor] = {}
         self._written: set[Key] = set()
         self._in_flight: list[_Sum] = []
@@ -119,7 +122,10 @@ class BucketedGradients:
         return self._memory.home(weight, dtype)
 
     def come(self, weight: nn.Parameter) -> None:
-        """The gradient of ``weight`` has come; a reentrant recomputation brings that of a shared one several times."""
+        """Fill buckets once the gradient of ``weight`` is complete.
+
+        A reentrant recomputation brings the gradient of a shared weight several times.
+        """
         self._calls[id(weight)] += 1
         if self._expected is None:
             is_last = bool(self._optimizer.partition_gradients)
@@ -217,7 +223,7 @@ class BucketedGradients:
         return size / int(self._optimizer.sequence_parallel_size)
 
     def _sum(self, index: int) -> torch.Tensor:
-        """The sums of a group's partition since the last step; each bucket's first message writes it."""
+        """A group's partition of the sums since the last step; the first message of each bucket initialises it."""
         if index not in self._sums:
             group = self._groups[index]
             dtype = self._optimizer.gradient_accumulation_dtype
@@ -236,7 +242,9 @@ class BucketedGradients:
 
 
 def is_exact_behind_a_sum(divisor: float, dtype: torch.dtype) -> bool:
-    """Whether a sum may be divided in the place of what is summed up, which takes a pass over n times as much memory.
+    """Whether a sum may be divided instead of its n summands.
+
+    To divide these takes a pass over n times as much memory.
 
     Dividing by a power of two rounds nothing, in either place; but sums of float16 may pass its range.
     """
@@ -244,7 +252,10 @@ def is_exact_behind_a_sum(divisor: float, dtype: torch.dtype) -> bool:
 
 
 def ended_early(without_overlap: str) -> RuntimeError:
-    """The error of a forward behind a backward that was cut short; what ``overlap_comm`` false does, in words."""
+    """The error of a forward after a backward that was cut short.
+
+    ``without_overlap``: what ``overlap_comm`` false does, in words.
+    """
     return RuntimeError(
         "forward(): the backward before it ended with an error after a part of its gradients was sent to other data "
         "ranks, which cannot be taken back. What to do: end this run and resume from the last checkpoint; or set "

@@ -30,7 +30,7 @@ class BucketedState:
     """Masters and state of one DeepSpeedZeroOptimizer."""
 
     snapshot: HostSnapshot | None = None
-    """The snapshot that a save takes now: state in DeepSpeed's order is written to its host memory. None elsewhere."""
+    """The snapshot of a save that runs now, whose host memory receives state in DeepSpeed's order; else None."""
 
     def __init__(self, optimizer: Any, groups: Mapping[int, BucketedGroup], own_parts: Callable[[], list[Any]]) -> None:
         """``groups``: those over several ranks; ``own_parts`` makes DeepSpeed's list of partitions of the weights."""
@@ -42,7 +42,7 @@ class BucketedState:
         """Let DeepSpeed see the partitions in the order of buckets."""
         self._optimizer.parallel_partitioned_bit16_groups = self._own_parts()
         for found in self._fragments():
-            # Nobody reads by DeepSpeed's addresses what is in another order.
+            # DeepSpeed's addresses are wrong in this order: nobody may read by them.
             found.hp_fragment = None
             found.optim_fragment = None
 
@@ -53,9 +53,9 @@ class BucketedState:
 
     @contextmanager
     def in_plain_order(self, changes: bool) -> Iterator[None]:
-        """Within it masters, state and partitions are in DeepSpeed's order: copies, in host memory.
+        """Within the block masters, state and partitions are in DeepSpeed's order: copies, in host memory.
 
-        What they are at its end is kept where it ``changes`` them. All data ranks enter it at the same time.
+        With ``changes``, their values at its end are taken over. All data ranks enter it at the same time.
         """
         if self.is_plain:
             yield
@@ -107,7 +107,7 @@ class BucketedState:
         return plain
 
     def _bucketed(self, index: int, before: Mapping[str, torch.Tensor]) -> Arrays:
-        """The arrays that there are now, in the order of buckets, in the memory of those of before where they fit."""
+        """The present arrays in the order of buckets, in the memory of those in ``before`` where they fit."""
         group, found = self._groups[index], {}
         for name, each in self._arrays(index).items():
             home = before.get(name)
@@ -117,7 +117,7 @@ class BucketedState:
         return found
 
     def _show_fragments(self) -> None:
-        """Point DeepSpeed's addresses of each weight to the masters and the state of now."""
+        """Point DeepSpeed's addresses of each weight to the present masters and state."""
         for found in self._fragments():
             master = self._optimizer.single_partition_of_fp32_groups[found.param_group_index]
             address = found.hp_fragment_address
@@ -133,7 +133,7 @@ class BucketedState:
 
 
 class WeightValues:
-    """The functions that DeepSpeed binds to a weight, of a weight whose partition is bucketed.
+    """Functions in place of those that DeepSpeed binds to a weight, for one whose partition is bucketed.
 
     Each returns or takes the whole weight, flat values in float32; all data ranks call them.
     """
@@ -144,7 +144,7 @@ class WeightValues:
         self.runs = [run for run in group.runs if run.weight == position]
 
     def functions(self) -> Functions:
-        """The functions, by the names of DeepSpeed's."""
+        """The functions by the names that DeepSpeed binds."""
         return {
             "get_full_hp_param": self.get_full_hp_param,
             "set_full_hp_param": self.set_full_hp_param,
@@ -153,11 +153,11 @@ class WeightValues:
         }
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> torch.Tensor:
-        """The float32 weight, or the state of it that has a key."""
+        """The float32 weight, or its state of the given key."""
         return self._whole(self._state(optim_state_key))
 
     def set_full_hp_param(self, value: torch.Tensor, optim_state_key: str | None = None) -> None:
-        """Set it, on every data rank."""
+        """Set the float32 weight, or its state of the given key, on every data rank."""
         self._set(self._state(optim_state_key), value)
 
     def get_full_hp_grad(self) -> torch.Tensor:
@@ -165,7 +165,7 @@ class WeightValues:
         return self._whole(self._gradient())
 
     def set_full_hp_grad(self, value: torch.Tensor) -> None:
-        """Set it, on every data rank."""
+        """Set the reduced gradient, on every data rank."""
         self._set(self._gradient(), value)
 
     def _state(self, key: str | None) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""ZeRO 1 and 2 whose communication nobody waits for: gradients behind the backward, weights behind the next forward.
+"""ZeRO 1 and 2 with overlapped communication: of gradients during the backward, of weights during the next forward.
 
-DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) all-reduces buckets of gradients and keeps its part of them, behind the
+DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py) all-reduces buckets of gradients and keeps its part of them, after the
 backward unless ``overlap_comm`` is set, and gathers all weights in one message before its step returns. Here its
 groups, flat buffers and step are kept; a rank's partition is its part of each bucket (``bucket_plan``), so that one
 reduce-scatter and one all-gather of each bucket use all links, and the first layers are there first.
@@ -32,7 +32,7 @@ Function = Callable[..., Any]
 
 
 def why_not_bucketed(engine: Any, optimizer: Any) -> str | None:
-    """Why DeepSpeed's own code reduces gradients and gathers weights of ``optimizer``, in words; None where not."""
+    """Why DeepSpeed's own code must reduce gradients and gather weights of ``optimizer``; None where ds_npu can."""
     if type(optimizer) is not DeepSpeedZeroOptimizer:
         return f"it is a {type(optimizer).__name__}"
     if reason := why_not_in_buckets(engine._config._param_dict):
@@ -45,7 +45,7 @@ class OwnPart:
     """This rank's part of a group of weights as DeepSpeed's step sees it, which copies a master into its ``data``."""
 
     def __init__(self, slices: Sequence[torch.Tensor]) -> None:
-        """``slices``: its part of each bucket, in the flat weights."""
+        """``slices``: views of its part of each bucket, in the flat weights."""
         self._slices = slices
 
     @property
@@ -58,12 +58,12 @@ class OwnPart:
 
 
 class OwnParts(list[Any]):
-    """DeepSpeed's list of partitions of the weights, by group and rank, of which this rank's own are there."""
+    """DeepSpeed's list of partitions of the weights, by group and rank; only this rank's own are in it."""
 
     def __init__(self, parts: Sequence[Any], gather: Callable[[], None]) -> None:
         super().__init__(parts)
         self.gather = gather
-        """Sends them to all ranks."""
+        """Sends this rank's parts to all ranks."""
 
 
 class BucketedZero:
@@ -90,7 +90,7 @@ class BucketedZero:
         self._is_stepping = False
 
     def install(self) -> None:
-        """Take the communication over, and be what DeepSpeed's calls go through."""
+        """Take the communication over: wrap or replace the optimizer's methods that communicate."""
         optimizer = self._optimizer
         self._restore()
         _tell_partitions(optimizer, self._groups)
@@ -135,13 +135,13 @@ class BucketedZero:
         return [flat[first : first + numel] for first, numel in shards] or [flat]
 
     def count_uses(self) -> None:
-        """Take the tensors that share the memory of weights now for those of ds_npu."""
+        """Count the tensors that share the memory of weights now; more of them later are other code's."""
         self._uses = {index: uses_of(self._optimizer.bit16_groups_flat[index]) for index in self._shared}
 
     # Gradients
 
     def _process_gradients(self, weight: nn.Parameter, index: int) -> None:
-        """In place of DeepSpeed's, in its hook of each gradient."""
+        """Replaces DeepSpeed's, which its hook on each gradient calls."""
         optimizer = self._optimizer
         if optimizer._coalesce_grad_reduction:
             return
@@ -150,7 +150,7 @@ class BucketedZero:
         holder: Any = weight
         if not getattr(holder, "ds_grad_is_ready", True):
             return
-        # A PipelineEngine tells its optimizer of no boundary, and reduces behind its schedule.
+        # A PipelineEngine sets no boundary on its optimizer, and reduces after its schedule.
         is_last = optimizer.is_gradient_accumulation_boundary() and not self._engine.pipeline_parallelism
         if optimizer.partition_gradients or (is_last and not self._engine.inside_no_sync_ctxt):
             self.gradients.come(weight)
@@ -170,7 +170,7 @@ class BucketedZero:
         clear()
 
     def _begin_backward(self, begin: Function) -> None:
-        # A graph that was kept from before the step has weights that no forward has read since.
+        # The weights of a graph that was kept from before the step were awaited by no forward since.
         self._awaited.arrive()
         begin()
 
@@ -201,7 +201,10 @@ class BucketedZero:
             self._works[index, position] = gather_into(whole, part, group.ranks)
 
     def _has_aliases(self) -> bool:
-        """Whether tensors of other code share the memory of weights; it may read them and torch would tell nobody."""
+        """Whether tensors of other code share the memory of weights.
+
+        Such code may read the weights, and torch would tell nobody.
+        """
         flats = self._optimizer.bit16_groups_flat
         return any(uses_of(flats[index]) > uses for index, uses in self._uses.items())
 
@@ -218,7 +221,7 @@ class BucketedZero:
 
     @torch.no_grad()
     def _restore(self) -> None:
-        """Make the masters the weights; in place of DeepSpeed's."""
+        """Copy the weights into the masters; replaces DeepSpeed's."""
         self.arrive()
         for index, master in enumerate(self._optimizer.single_partition_of_fp32_groups):
             if self.state.is_plain:
@@ -248,9 +251,9 @@ class BucketedZero:
             self.state.use_own_parts()
 
     def _move(self, move: Function, *args: Any, **kwargs: Any) -> Any:
-        """``offload_states`` and ``reload_states``, which divide flat weights into partitions anew."""
+        """Call ``offload_states`` or ``reload_states``, which divide flat weights into partitions anew."""
         self.arrive()
-        # DeepSpeed empties the lists of partitions, of which only views of the flat weights would keep their memory.
+        # DeepSpeed empties these lists; views of the flat weights in ours would keep the memory in use.
         self._optimizer.parallel_partitioned_bit16_groups = []
         try:
             return move(*args, **kwargs)
@@ -277,7 +280,7 @@ def install_buckets(engine: Any, optimizer: Any) -> str | None:
 
 
 def _bind_values(optimizer: Any, groups: Mapping[int, BucketedGroup]) -> None:
-    """Let each weight find its values in the buckets."""
+    """Bind to each weight the functions that find its values in the buckets."""
     for index, group in groups.items():
         for position, weight in enumerate(group.weights):
             values = WeightValues(optimizer, index, group, position)

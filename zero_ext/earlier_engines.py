@@ -1,4 +1,4 @@
-"""Engines that were made of a model before: DeepSpeed leaves their hooks on its weights and modules."""
+"""Earlier engines of a model, whose hooks DeepSpeed leaves on its weights and modules."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ds_npu.zero_ext.method_wraps import MethodLevel, replace_method, without_nv
 
 
 def let_gradients_go_to(optimizer: Any, model: nn.Module) -> None:
-    """Remove the hooks by which earlier optimizers of DeepSpeed take the gradients of ``model``; they step no more.
+    """Remove the hooks by which DeepSpeed's earlier optimizers take the gradients of ``model``; their step then raises.
 
     Such a hook copies a gradient into the earlier optimizer's bucket, on a stream for which that of ``optimizer`` does
-    not wait, and takes it away where that bucket is full (DeepSpeed 0.19.8 runtime/zero/stage3.py:1509). On simulated
+    not wait, and drops it where that bucket is full (DeepSpeed 0.19.8 runtime/zero/stage3.py:1509). On simulated
     NPUs, plain DeepSpeed's second engine of a model had other losses in each run.
     """
     for earlier in _optimizers_of(model):

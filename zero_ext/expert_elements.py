@@ -1,4 +1,4 @@
-"""Where an engine keeps the weights of experts and their optimizer's state: every tensor of them, and whose part it is.
+"""Where an engine keeps the weights of experts and their optimizer state: each tensor, and which ranks have what of it.
 
 Read from DeepSpeed 0.19.8, runtime: without ZeRO each rank has the whole weight and the optimizer's state of it. In
 ZeRO 1 and 2 it has the whole weight, and of the float32 copy and the state its part of the group of weights
@@ -64,7 +64,7 @@ def why_not_moved(engine: Any) -> str | None:
 
 
 class ExpertElements:
-    """The tensors of an engine's ``parameters`` of experts, by what each rank of the expert view has of them.
+    """The tensors of experts' ``parameters`` in an engine, with the elements that each rank of the expert view has.
 
     Every rank makes it at the same time, when its engine is complete.
     """
@@ -83,7 +83,10 @@ class ExpertElements:
         self._spans = {id(each): [spans[index] for spans in everyones] for index, each in enumerate(parameters)}
 
     def of(self, parameter: nn.Parameter) -> Iterator[HeldElements]:
-        """The weight, then the float32 copy and the state; tensors of as many kinds, in one order, on every rank."""
+        """Yield the weight, then its float32 copy and its state.
+
+        On every rank these are as many tensors, in the same order.
+        """
         whole = self._of_ranks(parameter, as_whole=True)
         part = self._of_ranks(parameter, as_whole=False)
         shard = PART.get(parameter)
@@ -103,7 +106,7 @@ class ExpertElements:
             persistent[0].all_gather(persistent)
 
     def _own_spans(self, parameter: Any) -> tuple[HeldRange, ...]:
-        """The elements of the rank's experts, flat, that this rank along edp has a part of."""
+        """The flat elements of the rank's experts that are in this edp rank's part."""
         total = _elements(parameter)
         shard = PART.get(parameter)
         runs = RUNS.get(parameter)

@@ -28,7 +28,7 @@ class SentPart(NamedTuple):
 
 
 class GatheringStreams(NamedTuple):
-    """The streams of an NPU that gather."""
+    """The streams on which an NPU gathers weights."""
 
     sends: Any
     copies: Any
@@ -41,10 +41,10 @@ class MessageMemory:
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self.emptied: Any = None
-        """The event behind which the message before has been copied out; None on the CPU."""
+        """The event after which the message before has been copied out; None on the CPU."""
 
     def of(self, key: tuple[torch.dtype, int], ranks: int, elements: int) -> torch.Tensor:
-        """[ranks, elements], of any values."""
+        """Memory [ranks, elements] with undefined values."""
         memory = self._memory.get(key)
         if memory is None or memory.numel() < ranks * elements:
             self._memory.pop(key, None)
@@ -67,7 +67,7 @@ class MessageInFlight:
             return
         accelerator = get_accelerator()
         for stream in streams:
-            # Behind what is computed up to now nobody computes with the weights that are released.
+            # After all work that is queued now, nothing computes with released weights, whose memory may be used.
             stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(streams.sends):
             if memory.emptied is not None:
@@ -105,7 +105,7 @@ def is_whole_here(weight: Weight) -> bool:
 
 
 def show_shard(weight: Weight) -> None:
-    """Let a weight that is whole here be its own shard: no message, and no memory."""
+    """Make a weight that is whole here a view of its shard, which takes no message and no memory."""
     shard = weight.ds_tensor.to(get_accelerator().current_device_name())
     weight.data = shard.view(-1)[: weight.ds_numel].view(weight.ds_shape)
     weight.ds_status = ZeroParamStatus.AVAILABLE

@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 LEAST, MOST, SHARE = 20_000_000, 250_000_000, 32
-"""Elements of a message where the config names none: this part of the model, about a layer, between these bounds."""
+"""Elements of a message where the config names none: a SHARE-th of the model's, about a layer, from LEAST to MOST."""
 AHEAD = 2
 """Messages in flight at one time."""
 
@@ -32,7 +32,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Elements of whole weights."""
+    """Limits in elements of whole weights."""
 
     message: int
     """The most of one message."""
@@ -81,9 +81,9 @@ def message_elements(model: int) -> int:
 def plan_gathers(
     uses: Sequence[Use], sizes: Mapping[int, int], limits: Limits, kept: Collection[int] = ()
 ) -> GatherPlan:
-    """The plan for the ``uses`` of weights of ``sizes`` elements in a micro-batch, which others like it follow.
+    """The plan of all micro-batches like the recorded one, with ``uses`` of weights of ``sizes`` elements.
 
-    ``uses``: ordered by their first positions, those of one weight apart from each other. ``kept``: weights that are
+    ``uses``: ordered by their first positions; those of one weight do not overlap. ``kept``: weights that are
     kept gathered until the optimizer step whatever the limits are.
     """
     fetched = _before(((use.first + 1, sizes[use.weight]) for use in uses), uses)
@@ -112,7 +112,7 @@ def plan_gathers(
 
 
 def _carried(uses: Sequence[Use], fetched: Sequence[int], reuse: int) -> Iterator[int]:
-    """Weights of which less than ``reuse`` elements are fetched between their last use and their first in the next."""
+    """Weights that are used again, in the next micro-batch, before ``reuse`` elements have been fetched."""
     firsts = {use.weight: use.first for use in reversed(uses)}
     ends = {use.weight: use.last for use in uses}
     for weight, first in firsts.items():
@@ -123,7 +123,10 @@ def _carried(uses: Sequence[Use], fetched: Sequence[int], reuse: int) -> Iterato
 def _changes(
     uses: Sequence[Use], sizes: Mapping[int, int], plan: GatherPlan, kept: Collection[int]
 ) -> Iterator[tuple[int, int]]:
-    """Positions, and how many more elements are gathered there than before; without ``kept`` and messages ahead."""
+    """Positions, and the change in gathered elements at each.
+
+    Not counted are ``kept`` weights, and that messages are sent ahead.
+    """
     ends: dict[int, int] = {}
     for use in uses:
         weight, size, end = use.weight, sizes[use.weight], ends.get(use.weight)
@@ -154,7 +157,10 @@ def _before(changes: Iterable[tuple[int, int]], uses: Sequence[Use]) -> list[int
 def _messages(
     drafts: Sequence[Sequence[Use]], sizes: Mapping[int, int], gathered: list[int], most: int
 ) -> Iterator[GatherMessage]:
-    """Send each in order, as early as ``most`` gathered elements allow, behind the use of the AHEAD-th before it."""
+    """The messages in order, each sent as early as ``most`` gathered elements allow.
+
+    None is sent before the first use of the message that is AHEAD before it.
+    """
     firsts = [-1] * AHEAD + [draft[0].first for draft in drafts]
     before = -1
     for draft, earliest in zip(drafts, firsts, strict=False):
@@ -162,7 +168,7 @@ def _messages(
         weights = tuple(use.weight for use in draft)
         size = sum(sizes[weight] for weight in weights)
         for use in draft:
-            # It arrives with those that are used before it.
+            # The weight arrives with the message's first one, before its own use.
             for position in range(needed, use.first):
                 gathered[position] += sizes[use.weight]
         sent = needed - 1

@@ -128,7 +128,7 @@ def accumulator(optimizer: Any) -> Callable[[nn.Parameter], Buffer | None]:
 
 
 def _grad(weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor | None:
-    """``weight.grad``. A step's first product becomes it, unless it is of a lower dtype (autocast)."""
+    """``weight.grad``; None lets a step's first product become it, but not one of another dtype (autocast)."""
     if weight.grad is None and dtype != weight.dtype:
         weight.grad = torch.zeros_like(weight)
     return weight.grad

@@ -31,10 +31,11 @@ EPSILON = 1e-6
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter], max_norm: float, topology: Topology, model_axes: tuple[Axis, ...]
 ) -> torch.Tensor:
-    """Scale every gradient so that their joint 2-norm is at most ``max_norm``; return the norm from before, a scalar.
+    """Scale every gradient so that their joint 2-norm is at most ``max_norm``.
 
-    ``model_axes``: the axes of the dense view along which ranks hold other weights of the model. The norm is summed in
-    float32, in float64 where there are float64 gradients. Nothing waits for the device.
+    Returns the norm before that, a scalar. ``model_axes``: the axes of the dense view along which ranks hold other
+    weights of the model. The norm is summed in float32, in float64 where there are float64 gradients. Nothing waits
+    for the device.
     """
     every = list(parameters)
     held = [(parameter, parameter.grad) for parameter in every if parameter.grad is not None]
@@ -54,8 +55,8 @@ def joint_norm(
 ) -> torch.Tensor:
     """The 2-norm, a scalar, of the gradients of all weights of the model: ``held`` are this rank's, with its gradients.
 
-    ``model_axes`` and precision as of ``clip_gradients``. ``like``: of the dtype and on the device of the gradients,
-    where none are held.
+    ``model_axes`` and precision are as in ``clip_gradients``. ``like``: a tensor with the gradients' dtype and device,
+    for a rank that holds none.
     """
     sample = held[0][1] if held else like
     if sample is None:

@@ -87,7 +87,7 @@ class HeldReduction:
         self._queue.is_open = self._queues
 
     def release(self) -> None:
-        """Hold it back no more, and reduce the gradients. Raises RuntimeError where weight gradients are queued."""
+        """End the hold, and reduce the gradients. Raises RuntimeError where weight gradients are queued."""
         self._end_hold()
         uncomputed = self._queue.close()
         if uncomputed:
@@ -106,13 +106,13 @@ class HeldReduction:
             self._engine.allreduce_gradients()
 
     def abandon(self) -> None:
-        """Hold it back no more, and reduce nothing."""
+        """End the hold, and reduce nothing."""
         self._end_hold()
         self._queue.close()
 
     @property
     def reduces_now(self) -> bool:
-        """Whether gradients are reduced behind this backward: at a boundary, outside of the user's ``no_sync``."""
+        """Whether gradients are reduced after this backward: at a boundary, outside of the user's ``no_sync``."""
         return bool(self._engine.is_gradient_accumulation_boundary()) and not self._engine.inside_no_sync_ctxt
 
     def backward(self, outputs: Tensors, gradients: Tensors | None = None) -> QueuedGradients:

@@ -35,7 +35,7 @@ from ds_npu.zero_ext.optimizer_layout import FlatRun, layout_of_optimizer
 from ds_npu.zero_ext.weight_pieces import held_runs
 
 HEAD_ROWS = TensorAttribute[int]("muon_head_dim")
-"""DeepSpeed's mark of the rows of a head, with its key ``per_head_muon``."""
+"""DeepSpeed's mark, set by its key ``per_head_muon``, of the number of rows of a head."""
 STEPPED = TensorAttribute[bool](MUON)
 """DeepSpeed's mark of the weights that Muon steps."""
 PARTITIONED = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
@@ -67,7 +67,7 @@ def plan_whole_matrices(engine: Any, group: dist.ProcessGroup | None) -> list[Po
         raise ValueError(found)
     all_held = [held for _, _, held in everyones]
     if [rank for rank, _, _ in everyones] != list(range(len(everyones))):
-        # A prediction, in which other ranks have no process and this one's words are all that arrives.
+        # A prediction (without processes for other ranks): all gathered values are this rank's.
         all_held = expected_holdings(engine)
         all_held[own[0]] = weights
     plans, planned = [], []
@@ -110,7 +110,10 @@ def expected_holdings(engine: Any) -> list[list[WeightHolding]]:
 def _momentum_runs(
     optimizer: Any, weights: Sequence[nn.Parameter], tensors: Sequence[torch.Tensor]
 ) -> list[MomentumRun] | None:
-    """DeepSpeed's own runs, whose order checkpoints have."""
+    """The runs of ``tensors[0]`` in ZeRO 1 and 2, in DeepSpeed's order; None elsewhere.
+
+    Checkpoints have this order.
+    """
     layout = layout_of_optimizer(optimizer, weights)
     if layout is None or not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return None

@@ -1,4 +1,4 @@
-"""Muon on whole matrices, in the place of DeepSpeed's inside of its optimizers.
+"""Muon on whole matrices, in place of DeepSpeed's own Muon inside of its optimizers.
 
 DeepSpeed 0.19.8 orthogonalises in three places: in the inner optimizer without ZeRO, and in ZeRO 1 to 3 in its own code
 before the norm of gradients is taken and they are clipped, each on what a rank holds. Here DeepSpeed's ZeRO sees an
@@ -22,9 +22,9 @@ from ds_npu.parallel.whole_matrices.exchange import MatrixExchange
 from ds_npu.parallel.whole_matrices.pieces import Matrix
 
 ITERATION_DTYPES: dict[Method, torch.dtype] = {"gram": torch.float16, "standard": torch.bfloat16}
-"""DeepSpeed's; float32 on devices without them. Weights in float64 are iterated in float64."""
+"""DeepSpeed's dtypes; float32 on devices without them. Weights in float64 are iterated in float64."""
 MOMENTUM = "momentum_buffer"
-"""The key of the momentum in the state of what is stepped: DeepSpeed's."""
+"""DeepSpeed's key of the momentum in the state of a stepped tensor."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class MomentumRun(NamedTuple):
     """Elements of a weight in a partition of ZeRO 1 or 2, of which DeepSpeed has the whole shard's momentum."""
 
     start: int
-    """The first of them in the partition."""
+    """Index of the first element in the partition."""
     first: int
-    """The first of them in the shard, flat."""
+    """Index of the first element in the shard, flat."""
     numel: int
     shard: int
     """Elements of the shard."""
@@ -68,9 +68,9 @@ def iteration_dtype(method: Method, weights: torch.dtype) -> torch.dtype:
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """DeepSpeed's MuonWithAuxAdam, whose groups and state it has, on whole matrices; Adam's half is DeepSpeed's.
+    """Steps whole matrices for DeepSpeed's MuonWithAuxAdam, with its groups and state; Adam's half is DeepSpeed's.
 
-    DeepSpeed knows its own by the class, and by "muon" in a name.
+    DeepSpeed would know its own Muon by the class, and by "muon" in a name.
     """
 
     def __init__(self, inner: Any, settings: MatrixSettings) -> None:
@@ -124,7 +124,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the groups that there are now, DeepSpeed's ZeRO 1 to 3 one of them; all ranks of a stage call it."""
+        """Step the groups that are set now, in ZeRO 1 to 3 one at a time; all ranks of a stage call it."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -137,7 +137,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 self._step_matrices(group)
         others = [group for group in self.param_groups if not group[MUON]]
         if others:
-            # A schedule of the client's own may know the inner one, with all groups.
+            # A client's own schedule may use the inner optimizer, which must have all groups again.
             groups = self.inner.param_groups
             self.inner.param_groups = others
             self.inner.state = self.state
@@ -176,7 +176,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     ) -> None:
         method: Method = group["ns_method"]
         dtype = iteration_dtype(method, gradients[0].dtype)
-        # The standard iteration rounds gradients first: that they are rounded before they travel changes nothing.
+        # The standard iteration rounds gradients first: rounding them before they are sent changes nothing.
         sent = dtype if method == "standard" else gradients[0].dtype
 
         def iteration(first: Matrix, x_BRC: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class MethodCard:
     """``module:class`` of each class that has it; a module alone for a function that DeepSpeed binds to weights."""
     name: str
     parameters: tuple[str, ...]
-    """The parameters behind ``self`` that the original must begin with."""
+    """The parameters after ``self`` that the original must begin with."""
     what: str
     why: str
     upstream: str

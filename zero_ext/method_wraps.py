@@ -23,7 +23,7 @@ class MethodLevel(IntEnum):
     """Who wraps a method, outermost first."""
 
     PROFILE = 0
-    """``profile``, which records all that others do in a step, and none of whose own time is in theirs."""
+    """``profile``, which records all that others do in a step, and whose own time is in none of theirs."""
     RECORDED_STEP = 1
     """``memory_report``, which records all that others do in a step."""
     SNAPSHOT = 2
@@ -65,12 +65,18 @@ def wrap_method(holder: object, name: str, wrapper: Wrapper, level: MethodLevel)
 
 
 def replace_method(holder: object, name: str, function: Function, level: MethodLevel) -> None:
-    """Call ``function`` in place of the method ``name`` of this one ``holder``, which is called no more."""
+    """Call ``function`` in place of the method ``name`` of this one ``holder``.
+
+    The original is not called.
+    """
     wrap_method(holder, name, lambda method, *args, **kwargs: function(*args, **kwargs), level)
 
 
 def bind_to_weight(weight: object, name: str, function: Function) -> None:
-    """Put ``function`` in place of the function ``name`` that DeepSpeed has bound to ``weight``, and binds again."""
+    """Bind ``function`` to ``weight`` in place of DeepSpeed's function ``name``.
+
+    DeepSpeed may bind its own again.
+    """
     for card in CARDS:
         if card.name == name and FRAGMENT in card.classes:
             _check(card, FRAGMENT, getattr(importlib.import_module(FRAGMENT), name, None))

@@ -29,12 +29,12 @@ class FlatRun(NamedTuple):
     """The index of that tensor."""
     start: int
     first: int
-    """In the weight's part, flat."""
+    """Index of the first element in the weight's part, flat."""
     numel: int
     group: int
     """The index among the inner optimizer's parameter groups."""
     keys: Keys
-    """The way to that tensor from the list of all."""
+    """The path to that tensor from the list of all."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class OptimizerLayout:
     flats: Sequence[torch.Tensor]
     """The tensors that ``inner`` steps, by index; on the meta device where ZeRO 3 has them on a disk."""
     values: Keys | None
-    """The way to the list of them; None: they are the weights, by name in the model's state dict."""
+    """The path to the list of ``flats``; None: they are the weights, by name in the model's state dict."""
     states: Keys
-    """The way to the state dict of ``inner``."""
+    """The path to the state dict of ``inner``."""
     runs: Mapping[int, FlatRun]
     """Runs by the id of a weight that has elements on this rank."""
 
@@ -61,7 +61,7 @@ MASTERS = "single_partition_of_fp32_groups"
 
 
 def layout_of_optimizer(optimizer: Any, weights: Iterable[nn.Parameter]) -> OptimizerLayout | None:
-    """The layout of ``optimizer``, which is the engine's, of ``weights``; None for one whose layout is not known."""
+    """The layout of ``weights`` in ``optimizer``, the engine's; None for one whose layout is not known."""
     if isinstance(optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
         is_flat = isinstance(optimizer, FP16_Optimizer)
         keys = (PLAIN, "fp32_groups_flat" if is_flat else "fp32_groups"), (PLAIN, "optimizer_state_dict")
@@ -80,7 +80,7 @@ def _sharded(optimizer: Any) -> OptimizerLayout | None:
     # Not of their subclasses (ZenFlow, SuperOffload), which hold more.
     kind = type(optimizer)
     keys = ((ZERO, MASTERS), (ZERO, "base_optimizer_state"))
-    # With weights on the host or a disk other attributes hold them.
+    # With offload_param other attributes hold the weights.
     if kind is DeepSpeedZeroOptimizer_Stage3 and not optimizer.offload_param:
         keys = ((ZERO, "fp32_flat_groups"), (ZERO, "optimizer_state_dict"))
         runs = _of_stage_3(optimizer)
@@ -119,7 +119,7 @@ def _of_fragments(groups: Sequence[Sequence[Any]]) -> Iterator[tuple[int, FlatRu
 
 
 def _of_partitions(optimizer: Any) -> Iterator[tuple[int, FlatRun]]:
-    """Runs of ZeRO 1 and 2, not by ``_hp_mapping``, which is wrong with ``round_robin_gradients`` (0.19.8)."""
+    """Runs of ZeRO 1 and 2, without ``_hp_mapping``, which is wrong with ``round_robin_gradients`` (0.19.8)."""
     for index, weights in enumerate(optimizer.round_robin_bit16_groups):
         size = optimizer.single_partition_of_fp32_groups[index].numel()
         begin = size * dist.get_rank(group=optimizer.real_dp_process_group[index])

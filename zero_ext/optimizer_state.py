@@ -1,11 +1,11 @@
 """DeepSpeed's float32 masters and the inner optimizer's state, kept in another form between steps.
 
-Read from DeepSpeed 0.19.6 to 0.19.8, runtime. Each of its optimizers for 16 bits has masters, for each of them the
-weights of its elements, and an inner optimizer that steps the masters; then it copies the masters into the weights.
-Here its ``step`` steps chunks (``memory.chunked_step``) and rounds them into the weights itself; so that
-DeepSpeed's copy changes nothing, the masters then are the weights. At any other time a master is a placeholder of its
-shape that reads as NaN. Around what reads or writes masters and state (checkpoints, ``safe_get_full_fp32_param``) both
-are there as ever, in float32, in host memory.
+Read from DeepSpeed 0.19.6 to 0.19.8, runtime. Each of its optimizers for 16 bits has masters, the weights of the same
+elements, and an inner optimizer that steps the masters; then it copies the masters into the weights. Here the inner
+``step`` steps chunks (``memory.chunked_step``) and rounds them into the weights itself; the masters then are the
+weights, so that DeepSpeed's copy changes nothing. At any other time a master is a placeholder of its shape that reads
+as NaN. While something reads or writes masters and state (checkpoints, ``safe_get_full_fp32_param``), both are there
+as ever, in float32, in host memory.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ READERS_OF_STAGE_3 = {
     "get_local_fp32_param": 0,
     "set_local_hp_param": 1,
 }
-"""Methods of ZeRO 3's wrapper that read or write one weight, with its position among the arguments."""
+"""Methods of ZeRO 3's wrapper that read or write one weight, with the weight's position among the arguments."""
 READING = ("state_dict", "get_full_hp_param", "get_local_fp32_param", "update_lp_params")
-"""Methods that change nothing."""
+"""Methods among these that change nothing."""
 MOVERS = ("offload_states", "reload_states")
 LOADING = "load_state_dict"
 
@@ -134,7 +134,7 @@ class KeptState:
         return f"Adam's state, {each:g} bytes a weight, {' and '.join(parts)} of this rank"
 
     def install(self) -> None:
-        """Take the state over, and be what DeepSpeed's calls go through."""
+        """Take the state over: wrap or replace the optimizer's methods that use it."""
         optimizer = self.optimizer
         for shard in self.shards:
             shard.take(self.inner.state.pop(shard.master, {}))
@@ -158,7 +158,7 @@ class KeptState:
 
     @contextmanager
     def open(self, shards: Sequence[StateShard], changes: bool) -> Iterator[None]:
-        """Within it, masters and state of ``shards`` are there, in float32, in host memory."""
+        """Within the block, masters and state of ``shards`` are there, in float32, in host memory."""
         if self._is_open:
             yield
             return
@@ -204,7 +204,10 @@ class KeptState:
 
     @contextmanager
     def _changing(self, has_begun: Callable[[BaseException], bool]) -> Iterator[None]:
-        """Within it weights and state change; they are not whole where it ends with an error that ``has_begun`` to."""
+        """Let the block change weights and state.
+
+        Both count as half changed where it raises an error for which ``has_begun`` is true.
+        """
         try:
             yield
         except BaseException as error:
@@ -230,12 +233,12 @@ class KeptState:
                 shard.close()
 
     def _read(self, name: str, method: Function, *args: Any, **kwargs: Any) -> Any:
-        """One of READERS, while masters and state of all weights are there."""
+        """Call ``method``, one of READERS, while masters and state of all weights are there."""
         changes = name not in READING
         if name != LOADING:
             self.check_whole(name)
         with self._changing(lambda _: changes), self.open(self.shards, changes):
-            # DeepSpeed returns its masters, which are placeholders when they are saved.
+            # DeepSpeed returns its masters, which are placeholders again by the time that they are saved.
             whole = {id(shard.master): shard.master.data for shard in self.shards}
             found = method(*args, **kwargs)
             found = _with_values(found, whole) if name == "state_dict" else found
@@ -245,7 +248,7 @@ class KeptState:
         return found
 
     def _read_of_stage_3(self, name: str, position: int, method: Function, *args: Any, **kwargs: Any) -> Any:
-        """One of READERS_OF_STAGE_3, while the master of its weight is there."""
+        """Call ``method``, one of READERS_OF_STAGE_3, while the master of its weight is there."""
         weight = kwargs["param"] if "param" in kwargs else args[position]
         if not weight.requires_grad:
             return method(*args, **kwargs)

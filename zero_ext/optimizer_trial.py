@@ -29,7 +29,7 @@ RATE = 1e-3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Relative difference up to which two results are one: kernels round by the length of a loop."""
 BLOCKS_TOLERANCE = 0.05
-"""The same for tensors that are large enough for moments of 8 bits, whose blocks are others in a part."""
+"""The same for tensors that are large enough for 8-bit moments, which a part quantises in other blocks."""
 EXPERTS = 8
 """Length of the dims before the last two."""
 APART = -1
@@ -40,7 +40,7 @@ HOST = torch.device("cpu")
 BY_ELEMENT = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "FusedAdam", "FusedLion")
 """Compiled optimizers of DeepSpeed that step each element by itself; a second one prints, and holds state in C++."""
 PLAIN = (bool, int, float, str, torch.dtype, type(None))
-"""Settings that a second optimizer may be given, too; others (an engine) would be changed by its steps."""
+"""Types of settings that a second optimizer may be given, too; other objects (an engine) its steps would change."""
 OWN = "use_muon"
 """The setting of a group for which DeepSpeed's ZeRO 1 to 3 put whole matrices together by themselves."""
 
@@ -56,7 +56,7 @@ class Sample:
     def draw(self, dims: int, drawn: torch.Generator) -> torch.Tensor:
         shape = [EXPERTS] * (dims - 2) + [self.size] * min(dims, 2)
         whole = torch.randn(shape, generator=drawn, dtype=torch.float64)
-        # Halves of different norms, other ones in each tensor; no outer product, which factored moments would suit.
+        # The halves have different norms, in each tensor others; to an outer product, factored moments would be exact.
         scales = 8.0 ** torch.rand([2] * dims, generator=drawn, dtype=torch.float64)
         for dim, length in enumerate(shape):
             scales = scales.repeat_interleave(length // 2, dim)
@@ -203,7 +203,7 @@ def _second(
         # Schedulers that warm up begin with 0, which would change no weight.
         moving["lr"] = float(settings.get("initial_lr") or RATE)
     second = type(optimizer)([{**moving, "params": weights}], **_given(optimizer)[0])
-    train = getattr(second, "train", None)  # Of those that are free of schedules.
+    train = getattr(second, "train", None)  # Schedule-free optimizers have it.
     if callable(train):
         train()
     return second

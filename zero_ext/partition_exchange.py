@@ -1,7 +1,7 @@
-"""Partitions of an optimizer's state in the order of buckets, and in DeepSpeed's order, one from the other.
+"""Reorders partitions of an optimizer's state between the order of buckets and DeepSpeed's order.
 
-Both orders give each of n data ranks as many elements of the flat buffer; DeepSpeed's the r-th n-th of it. Each rank
-sends the elements that others have in the other order, in windows, so that the memory that it takes is bounded.
+Both orders give each of n data ranks as many elements of the flat buffer; in DeepSpeed's, rank r has the r-th of n
+equal parts. Each rank sends the elements that other ranks have in the other order, in windows, to bound the memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Transfer(NamedTuple):
 
     sender: int
     start: int
-    """The first of them in the sender's partition."""
+    """Index of the first element in the sender's partition."""
     receiver: int
     first: int
-    """The first of them in the receiver's."""
+    """Index of the first element in the receiver's."""
     numel: int
 
     def back(self) -> Transfer:
@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
         return Transfer(self.receiver, self.first, self.sender, self.start, self.numel)
 
     def within(self, low: int, high: int) -> Transfer:
-        """The part that the receiver has at ``low`` to ``high``."""
+        """The part that goes to ``low`` to ``high`` of the receiver's partition."""
         begin = max(self.first, low)
         end = min(self.first + self.numel, high)
         return self._replace(start=self.start + begin - self.first, first=begin, numel=max(end - begin, 0))
@@ -63,8 +63,8 @@ def to_plain(
 ) -> torch.Tensor:
     """Write a rank's partition in DeepSpeed's order into ``out``; ``x``: its partition in the order of buckets.
 
-    Both flat and of one dtype, on the device or on the host. All ranks of ``group`` call it. Without ``waits``, which
-    pinned memory needs, ``out`` has its values once the current stream has come so far.
+    Both flat and of one dtype, on the device or on the host. All ranks of ``group`` call it. Without ``waits``, for
+    pinned memory, ``out`` has its values once the current stream has come so far.
     """
     return _exchange(x, out, transfers_of(plan), group, waits)
 
@@ -90,7 +90,7 @@ def _exchange(
             others.append(each)
     for low in range(0, out.numel() if others else 0, WINDOW):
         inside = [part for each in others if (part := each.within(low, low + WINDOW)).numel]
-        # In the order of the ranks, and within one in that of its elements, as the receiver takes them.
+        # Sorted by rank, and for one rank by its elements, as the receiver takes them.
         sent = sorted((each for each in inside if each.sender == rank), key=lambda each: (each.receiver, each.first))
         received = sorted(
             (each for each in inside if each.receiver == rank), key=lambda each: (each.sender, each.first)

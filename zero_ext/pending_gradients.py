@@ -2,7 +2,7 @@
 
 A pipeline computes the gradients of a batch before its caller has made anything of the loss: divided it by accumulation
 steps, or multiplied it by a number of ranks. An embedding and a head that share one weight and stand on two of its
-ranks have equal weights, and one gradient.
+ranks have copies of it, and sum their gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Slot:
         return self.weight.grad
 
     def take(self) -> torch.Tensor | None:
-        """The value, which is there no more."""
+        """Remove the value, and return it."""
         found = self.value()
         self._set(None)
         return found
@@ -114,14 +114,14 @@ class PendingGradients:
         """The factor of the last batch; None until it is committed."""
 
     def begin(self) -> None:
-        """Gradients of a batch begin; all that was accumulated is set apart, without a copy but for BF16_Optimizer."""
+        """Begin a batch: set apart all gradients accumulated so far, without a copy but for BF16_Optimizer."""
         self.factor = None
         taken = [(slot, slot.take()) for slot in self.slots]
         self._before = [(slot, value) for slot, value in taken if value is not None]
 
     @torch.no_grad()
     def commit(self, factor: torch.Tensor) -> None:
-        """Multiply what has come by ``factor``, a scalar on its device, and add what was set apart."""
+        """Multiply the batch's gradients by ``factor``, a scalar on their device, and add what was set apart."""
         self.factor = factor
         for slot in self.slots:
             value = slot.value()
@@ -131,7 +131,7 @@ class PendingGradients:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Forget what has come."""
+        """Drop the batch's gradients, and put back what was set apart."""
         for slot in self.slots:
             slot.take()
         self._add_again()
@@ -163,7 +163,7 @@ def equalise_tied(model: nn.Module, topology: Topology, rank_of: Sequence[int]) 
 
 
 class TiedGradients:
-    """Adds up the gradients that the two ranks of a tied weight have of it."""
+    """Sums the gradient of a tied weight over the two ranks that hold it."""
 
     def __init__(self, slots: Sequence[Slot], topology: Topology, rank_of: Sequence[int]) -> None:
         """All ranks make it. ``slots``: of all weights; ``rank_of``: by stage, its pipeline rank."""
@@ -173,7 +173,7 @@ class TiedGradients:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Sum the accumulated gradients over both ranks; of one without a gradient it is zero."""
+        """Sum the accumulated gradients over both ranks; a rank without a gradient adds zeros."""
         for slot in self._slots:
             value = slot.value()
             if value is None:

@@ -38,23 +38,23 @@ class _ScatteredWeight(NamedTuple):
 
     ranks: dist.ProcessGroup
     size: int
-    """The number of those ranks."""
+    """The number of ``ranks``."""
     number: int
-    """DeepSpeed's."""
+    """DeepSpeed's number of the weight."""
     dtype: torch.dtype
     """The dtype of messages."""
 
 
 @dataclass
 class _Waiting:
-    """Gradients of weights over the same ranks that have not been sent."""
+    """Gradients that have not been sent, of weights over the same ranks."""
 
     ranks: dist.ProcessGroup
     gradients: list[torch.Tensor] = field(default_factory=list)
     partitions: list[torch.Tensor] = field(default_factory=list)
-    """This rank's memory for the sum of its part of each."""
+    """This rank's memory for the sum of its part of each gradient."""
     elements: int = 0
-    """All gradients'."""
+    """Elements of all these gradients."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ScatteredGradients:
     def __init__(self, optimizer: Any, data_ranks: int, elements: int) -> None:
         """``data_ranks``: the number by which sums are divided (``average_over_data_ranks``).
 
-        ``elements``: of the gradients of a message, but for a larger gradient.
+        ``elements``: the most in a message, except for a single gradient that is larger.
         """
         self._optimizer = optimizer
         self._divisor = data_ranks
@@ -91,10 +91,13 @@ class ScatteredGradients:
         self._waiting: dict[tuple[dist.ProcessGroup, torch.dtype], _Waiting] = {}
         self._sent: deque[_Message] = deque()
         self._kept: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
-        """Gradients that copies and messages read, with the event behind them."""
+        """Gradients that copies and messages read, with the event after that."""
 
     def install(self) -> None:
-        """Send from now on, if there is a gradient to be sent; memory of DeepSpeed's buckets is freed as far."""
+        """Send gradients from now on, if there are any to send.
+
+        DeepSpeed's buckets shrink to what the other gradients need.
+        """
         if not self._weights:
             return
         optimizer = self._optimizer
@@ -142,7 +145,10 @@ class ScatteredGradients:
         self._take(gradient, scattered)
 
     def _take(self, gradient: torch.Tensor, weight: _ScatteredWeight) -> None:
-        """Let ``gradient`` wait; send those that wait first, if they are too many with it."""
+        """Let ``gradient`` wait to be sent.
+
+        If too many would wait with it, those that wait are sent before.
+        """
         key = weight.ranks, weight.dtype
         if key not in self._waiting:
             self._waiting[key] = _Waiting(weight.ranks)
@@ -199,7 +205,7 @@ class ScatteredGradients:
                 partition.add_(each, alpha=1 / self._divisor)
 
     def _keep(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Keep them until the computing stream has waited for what reads them, and may use their memory again.
+        """Keep ``gradients`` until the computing stream has waited for what reads them, and may reuse their memory.
 
         The allocator would ask the host when that has ended, and take other memory while the host runs ahead.
         """
@@ -227,7 +233,10 @@ def scatter_gradients(engine: Any, optimizer: Any, topology: Topology) -> Callab
 
 
 def _scattered(optimizer: Any, weight: Any, divisor: float) -> _ScatteredWeight | None:
-    """None where the ranks do not divide the gradient of ``weight`` evenly, or its sums not exactly."""
+    """How to send gradients of ``weight``.
+
+    None where the ranks do not divide them evenly, or the sums not exactly.
+    """
     ranks = optimizer._get_param_partition_group(weight)
     dtype = optimizer.get_param_comm_dtype(weight)
     size = dist.get_world_size(ranks)

@@ -1,4 +1,4 @@
-"""The moment before DeepSpeed drops the gradients of a step that it skips, and these gradients.
+"""A hook that runs before DeepSpeed drops the gradients of a step that it skips, and these gradients.
 
 Read from DeepSpeed 0.19.8, runtime: ZeRO 1 to 3 (zero/stage_1_and_2.py, zero/stage3.py) read in each step whether all
 gradients are finite, where float32 or fp16 is trained, or bf16 with ``check_grad_overflow`` (the default), and call
@@ -42,7 +42,7 @@ class DelayedReading:
 def before_a_skip(optimizer: Any, stop: Callable[[], object]) -> bool:
     """Call ``stop`` where ``optimizer`` is about to skip a step, unless fp16's loss scale can still be lowered.
 
-    Returns False for an optimizer that reads no norm and skips nothing. The host waits for the device no more often.
+    Returns False for an optimizer that reads no norm and skips nothing. It adds no wait of the host for the device.
     """
     if isinstance(optimizer, BF16_Optimizer):
 
@@ -75,7 +75,7 @@ def before_a_skip(optimizer: Any, stop: Callable[[], object]) -> bool:
 
 
 def run_apart(engine: Any, *args: Any, **kwargs: Any) -> Any:
-    """The output of the model of ``engine``, in its autocast, of which a backward is none of the engine's."""
+    """Run the model of ``engine``, in its autocast; a backward of the returned output is none of the engine's."""
     with autocast_if_enabled(engine):
         return engine.module(*args, **kwargs)
 
@@ -104,7 +104,7 @@ def _reads(optimizer: Any) -> bool:
 
 
 def _can_scale_down(optimizer: Any) -> bool:
-    """Whether a skipped step is loss scaling at work; a scale that the config fixes is DeepSpeed's to skip with."""
+    """Whether a skipped step is loss scaling at work, as each is under a loss scale that the config fixes."""
     if isinstance(optimizer, WITHOUT_ZERO):
         scale = optimizer.loss_scale_config
         return bool(

@@ -126,7 +126,7 @@ def gather_after_steps(optimizer: Any) -> None:
 
 
 def reduce_behind_the_next_forward(optimizer: Any, behind_waits: Callable[[], None]) -> None:
-    """Let ``optimizer``, ZeRO 3's, reduce the last gradients of a micro-batch behind the next forward, on the device.
+    """Let ``optimizer``, ZeRO 3's, reduce the last gradients of a micro-batch during the next forward, on the device.
 
     DeepSpeed's host waits for them at the end of each backward (0.19.8 runtime/zero/stage3.py:1414), so that the device
     has nothing to compute meanwhile. Here the computing stream waits at the end of the last micro-batch, and before

@@ -23,5 +23,5 @@ class StepFlop:
         return self.model / seconds / self.peak
 
     def hfu(self, seconds: float) -> float:
-        """The same of all executed FLOP."""
+        """All executed FLOP as a share of what the ranks could do in a step of ``seconds``."""
         return self.executed / seconds / self.peak

@@ -44,13 +44,13 @@ def keep_in_checkpoints(optimizer: Any) -> None:
 
 
 class _StatesOnDisk:
-    """The masters and moments of ``optimizer``, whose tensors have no elements but in a step."""
+    """The masters and moments of ``optimizer``, whose tensors have elements only during a step."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer, self.swapper = optimizer, optimizer.optimizer_swapper
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Its state dict, with tensors that are read from the disk when they are used."""
+        """The optimizer's state dict, with tensors that are read from the disk when they are used."""
         found = plain()
         inner = found[OPTIMIZER_STATE_DICT]
         masters = [*found[FP32_FLAT_GROUPS]]
@@ -66,7 +66,7 @@ class _StatesOnDisk:
         return found | {FP32_FLAT_GROUPS: masters, OPTIMIZER_STATE_DICT: inner | {"state": states}}
 
     def load(self, state: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """Take ``state`` in, and give the model's weights the values of their masters."""
+        """Load ``state``, and copy the masters into the model's weights."""
         optimizer = self.optimizer
         vars(optimizer).update({key: state[key] for key in OF_LOSS_SCALING})
         if load_optimizer_states:
@@ -79,12 +79,15 @@ class _StatesOnDisk:
             self._put(index, values, with_weights=True, with_moments=load_optimizer_states)
 
     def restore(self) -> None:
-        """Give the masters the values of the model's weights, which are in memory."""
+        """Copy the model's weights, which are in memory, into the masters."""
         for index, values in enumerate(self.optimizer.fp16_partitioned_groups_flat):
             self._put(index, values, with_weights=False, with_moments=False)
 
     def _put(self, index: int, values: torch.Tensor, with_weights: bool, with_moments: bool) -> None:
-        """Make ``values`` the master of a sub-group, and its weights'; its moments, in memory, go to the disk too."""
+        """Write ``values`` to the master of a sub-group, on the disk if it is swapped.
+
+        ``with_weights``: to its weights, too; ``with_moments``: its moments, in memory, go to the disk, too.
+        """
         master = self.optimizer.fp32_partitioned_groups_flat[index]
         is_swapped = self.optimizer._swappable_optimizer_subgroup(index)
         if is_swapped:

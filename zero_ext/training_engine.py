@@ -102,7 +102,10 @@ class EngineEvents:
         wrap_method(self._engine, STEP, partial(_with_before, function), level)
 
     def after_step(self, level: MethodLevel, function: Action) -> Undo:
-        """Call ``function`` behind each optimizer step, one that DeepSpeed has skipped too; returns what ends that."""
+        """Call ``function`` after each optimizer step, one that DeepSpeed has skipped too.
+
+        Returns a function that ends this.
+        """
         return wrap_method(self._engine, STEP, partial(_with_after, function), level)
 
     def before_backward(self, level: MethodLevel, function: Callable[[torch.Tensor], object]) -> None:
@@ -118,7 +121,7 @@ class EngineEvents:
         wrap_method(self._engine, "load_checkpoint", partial(_with_after, function), level)
 
     def around_calls(self, level: MethodLevel, context: Context) -> list[Undo]:
-        """Run each of the engine's CALLS within a context of its own; returns what ends that."""
+        """Run each of the engine's CALLS within a context of its own; returns functions that end this."""
         run = partial(_within, context)
         return [wrap_method(self._engine, name, run, level) for name in CALLS if hasattr(self._engine, name)]
 

@@ -4,8 +4,8 @@ DeepSpeed's hooks of modules call it before and after each forward and backward 
 marks of weights (0.19.8 runtime/zero/partitioned_param_coordinator.py). The first micro-batch is recorded; from then on
 messages are sent ahead by ``gather_plan``. A message has memory of its own, which the next one uses again, and weights
 are copied out of it on a stream of their own. That stream waits for all that was computed before a message is sent, so
-memory of released weights is used again at once, and the host waits for nothing; DeepSpeed's allocator keeps it
-until the device has come so far, and its host therefore waits for every third fetch.
+memory of released weights is used again at once, and the host waits for nothing. In DeepSpeed the allocator keeps such
+memory until the device has come so far, and the host therefore waits for every third fetch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DEFAULT = 50_000_000
 
 
 class MicroBatchRecord:
-    """The modules that have fetched weights in a micro-batch, and the uses of these."""
+    """The modules that have fetched weights in a micro-batch, and the uses of these weights."""
 
     def __init__(self) -> None:
         self.modules: list[int] = []
@@ -53,7 +53,7 @@ class MicroBatchRecord:
         self.weights: dict[int, Weight] = {}
         self._uses: list[Use] = []
         self._opened: dict[int, int] = {}
-        """The index in ``_uses`` of the use of each weight that is not over."""
+        """For each weight that is in use, the index of that use in ``_uses``."""
 
     def begin_use(self, weight: Weight, position: int) -> None:
         """Begin a use of a weight, unless another module is using it."""
@@ -93,7 +93,7 @@ class WeightGathers:
         self._planned: Sequence[Use] = ()
         """The uses that the plan is made for."""
         self._sizes: Mapping[int, int] = {}
-        """The elements of each of their weights, in the order of first uses, on the rank that has the most of it."""
+        """The elements of each weight in the plan, in the order of first uses, on the rank that has the most of it."""
         self._sent_behind: Mapping[int, Sequence[GatherMessage]] = {}
         self._order: Sequence[int] = ()
         """The modules that the plan expects, by their ds_id."""
@@ -112,7 +112,7 @@ class WeightGathers:
     # DeepSpeed's interface of its coordinator
 
     def trace_prologue(self, sub_module: nn.Module) -> None:
-        """Nothing: a fetch looks at the order itself."""
+        """Do nothing: a fetch compares the order itself."""
 
     def is_record_trace(self) -> bool:
         return False
@@ -139,8 +139,8 @@ class WeightGathers:
         """Let the current stream wait for the weights of a module, and send the messages that follow."""
         with self._lock, torch.no_grad():
             is_in_backward = torch._C._current_graph_task_id() != -1
-            # A script may run modules of the model by themselves. Activations have no place in the order: experts call
-            # theirs as often as experts have tokens, which differs between ranks and micro-batches.
+            # A script may run modules of the model by themselves. Modules without weights are not in the order: experts
+            # call their activations as often as experts have tokens, which differs between ranks and micro-batches.
             number = current_submodule.ds_id
             if number not in self._holding:
                 self._holding[number] = _holds_weights(current_submodule)

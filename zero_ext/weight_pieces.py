@@ -24,7 +24,7 @@ MASTER = "master"
 
 
 class WeightPiece(NamedTuple):
-    """Elements of a weight's part that are one after the other in its flat order, of its gradient or of a state."""
+    """Elements, one after the other in flat order, of the gradient or of one state of a weight's part."""
 
     weight: nn.Parameter
     first: int

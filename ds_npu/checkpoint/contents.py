@@ -20,11 +20,11 @@ from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.checkpoint.manifest import WrittenRun
 
 REFUSED = re.compile(r"(?:GLOBAL|global|class) ([A-Za-z_][\w.]*\.\w+)")
-"""How torch names a class that ``weights_only`` refuses."""
+"""Matches, in torch's error, the name of a class that ``weights_only`` refuses."""
 UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, zipfile.BadZipFile)
-"""Errors of torch for a file that is none of its own."""
+"""Errors that torch raises for a file that torch.save has not written."""
 LARGEST_RECORDS = 3
-"""Records of a file whose ends are kept in memory while it is read; Adam's partition has three."""
+"""The largest records of a file: the chunks at their ends are kept in memory. Adam's partition has three."""
 Keys = tuple[str | int, ...]
 
 
@@ -89,7 +89,7 @@ def _refused(reader: VerifiedReader, classes: Sequence[AllowedClass], message: s
 
 
 class CheckpointFiles:
-    """The files in ``folder``; each is opened once, and of its tensors the values that are asked for are read.
+    """The files in ``folder``: each is opened once, and only values that are asked for are read.
 
     ``classes``: classes that they may have in addition to tensors and plain Python values; ``digests_of``: the digests
     of a file by its name, None where they are not known. All methods raise CheckpointError for files that cannot be
@@ -154,7 +154,7 @@ class CheckpointFiles:
             raise reader.failure
         records = _records(reader)
         if records is None:
-            # torch keeps no positions of tensors in files of DeepSpeed's checkpoint_serialization false.
+            # Written with DeepSpeed's checkpoint_serialization false: torch keeps no positions of tensors then.
             reader.seek(0)
             return loaded(reader, self._classes)
         reader.headers = frozenset(records)
@@ -163,7 +163,7 @@ class CheckpointFiles:
         reader.keep(_ends_of_largest(positions))
         for keys, tensor in tensors_in(found):
             begin = file_position(tensor)
-            if begin is None:  # An earlier torch.
+            if begin is None:  # Earlier releases of torch keep no positions.
                 reader.seek(0)
                 return loaded(reader, self._classes)
             if positions.get(begin) != tensor.untyped_storage().nbytes():
@@ -172,7 +172,7 @@ class CheckpointFiles:
         return found
 
     def elements(self, file: str, tensor: torch.Tensor, start: int = 0, numel: int | None = None) -> torch.Tensor:
-        """Elements of a ``tensor`` of the content of ``file``, taken as flat; only their bytes are read."""
+        """Read elements of ``tensor``, flattened, from ``file``, which holds it; only their bytes are read."""
         count = tensor.numel() - start if numel is None else numel
         begin = file_position(tensor)
         if begin is None or not isinstance(tensor, FakeTensor):
@@ -247,7 +247,7 @@ class CheckpointFiles:
 
 
 def _records(reader: VerifiedReader) -> dict[int, tuple[int, int]] | None:
-    """Position and bytes of each record's data in an archive, by the position of its header; None for other files.
+    """Position and size of each record's data in an archive, by the position of its header; None for other files.
 
     torch aligns data to 64 bytes, with padding in the header (caffe2/serialize/inline_container.cc, getPadding), so
     that the directory alone tells where they are.
@@ -268,10 +268,10 @@ def _records(reader: VerifiedReader) -> dict[int, tuple[int, int]] | None:
 
 
 def _ends_of_largest(positions: Mapping[int, int]) -> Iterator[int]:
-    """Both ends of the largest records, of which ``positions`` has the bytes by the first one.
+    """Both ends of the largest records; ``positions``: the bytes of each record by the position of its first byte.
 
-    Masters and both moments of a partition of ZeRO are a record each, and are read in turns: the end of one and the
-    beginning of the next are in one chunk, between whose two reads are those of all others.
+    The masters and both moments of a ZeRO partition are one record each, and are read in turns. A chunk with the end
+    of one and the beginning of the next is needed twice, long after one another.
     """
     for begin in sorted(positions, key=lambda each: positions[each])[-LARGEST_RECORDS:]:
         yield from (begin, begin + positions[begin])

@@ -56,9 +56,9 @@ class Recipe:
     target: str
     """The (first) weight's name in the model."""
     converter: WeightConverter | None
-    """None where the one source is the weight."""
+    """None where the only source is the weight itself, unconverted."""
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the checkpoint by the converter's pattern that they match, in the order of the conversion."""
+    """For each pattern of the converter the names in the checkpoint that match it, in the order of the conversion."""
 
     @property
     def names(self) -> list[str]:
@@ -78,7 +78,7 @@ class Recipe:
         )
 
     def only(self, index: int) -> Recipe:
-        """The recipe of index ``index`` of dim 0 of a stacked weight."""
+        """The recipe for index ``index`` along dim 0 of a stacked weight."""
         one = {pattern: names[index : index + 1] for pattern, names in self.sources.items()}
         return Recipe(self.target, self.converter, one)
 
@@ -89,7 +89,7 @@ class Conversions:
 
     recipes: list[Recipe]
     left_over: dict[str, str]
-    """Tensors of no recipe: from their name in the checkpoint to the one that they would have in the model."""
+    """Tensors that no recipe uses: their name in the checkpoint, and the one they would have in the model."""
     used: list[WeightConverter | WeightRenaming]
     """The conversions of transformers that applied to some name; saving reverts them."""
 
@@ -123,7 +123,7 @@ class Converter:
     config: Any
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        """An empty weight of the whole shape: all that conversions read of a model, whose own weights may be shards."""
+        """A meta tensor of the whole shape: conversions read only shapes, and the model's own weights may be shards."""
         return torch.empty(self.whole_shapes[name], device="meta")
 
     def convert(self, recipe: Recipe, tensors: Tensors) -> dict[str, torch.Tensor]:

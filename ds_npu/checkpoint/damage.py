@@ -32,7 +32,7 @@ def damage_message(error: DamagedFileError, classes: Sequence[AllowedClass], man
 def damaged_tensors(
     error: DamagedFileError, classes: Sequence[AllowedClass], manifests: Sequence[Manifest]
 ) -> list[str]:
-    """Names of the tensors with elements in the damaged chunk: weights by the manifests, else paths in the file."""
+    """Names of the tensors with elements in the damaged chunk: weights by their manifests, else paths in the file."""
     if error.span is None:
         return []
     # Without digests, since the damage may be in the part that tells where tensors are.
@@ -61,7 +61,10 @@ def damaged_tensors(
 def _weights(
     manifests: Sequence[Manifest], file: str, keys: Keys, elements: tuple[int, int]
 ) -> Iterator[tuple[str, str]]:
-    """Names of the weights with elements in those of the tensor at ``keys``, with the key of their state."""
+    """Names of the weights that have some of the ``elements`` of the tensor at ``keys``.
+
+    Each comes with the key of its state; "" for the weight itself.
+    """
     for manifest in manifests:
         for name, part in manifest.parts.items():
             for run, way, what in _runs(part, keys):

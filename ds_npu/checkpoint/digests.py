@@ -23,11 +23,11 @@ DIGEST_CHARACTERS = 32
 HEADER_BYTES = 30
 """Bytes of the header of an archive's record, without its name."""
 KEPT_CHUNKS = 8
-"""Chunks of a file that are kept: a weight's master and moments are read in turns, and lie far from each other."""
+"""Chunks that are kept in memory: a weight's master and moments are read in turns, and are far apart in the file."""
 SMALL_BYTES = 2**16
-"""Pieces below this size are hashed with a larger one: to hand each to another thread takes longer."""
+"""Smaller pieces are written and hashed with the next large one: to hand each to the threads takes longer."""
 FLUSHED_BYTES = 2**24
-"""Bytes behind which a file's are sent on their way to the disk."""
+"""After so many written bytes Linux is told to begin to write them to the disk."""
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
@@ -67,9 +67,9 @@ class DamagedFileError(Exception):
 class DigestedWriter(io.RawIOBase):
     """A new file at ``path`` whose chunks are written by one thread, and hashed by another.
 
-    ``lasting``: bytes of memory that does not change before the writer is closed, by their address: ``write`` returns
-    before they are written. Leaving its context flushes the file to the disk. Raises OSError where it cannot be
-    written, which a later call may do.
+    ``lasting``: sizes, by address, of memory that does not change before the writer is closed: ``write`` of it returns
+    before it is written. Leaving the writer's context flushes the file to the disk. Raises OSError where the file
+    cannot be written, in the same call or in a later one.
     """
 
     def __init__(self, path: Path, lasting: Mapping[int, int] | None = None) -> None:
@@ -82,7 +82,7 @@ class DigestedWriter(io.RawIOBase):
         """Small pieces that are written with the next large one."""
         self._size, self._chunks, self._current = 0, list[str](), hashlib.sha256()
         self._written = self._flushed = 0
-        """Bytes that were written, and those of them that are on their way to the disk."""
+        """Bytes that were written, and how many of them Linux was told to write to the disk."""
         self._failure: OSError | None = None
 
     def writable(self) -> bool:
@@ -102,7 +102,7 @@ class DigestedWriter(io.RawIOBase):
         return len(view)
 
     def _begin(self, *views: memoryview) -> None:
-        """Write and hash the small pieces and ``views`` behind them, on the threads."""
+        """Let the threads write and hash the small pieces, then ``views``."""
         pieces = [memoryview(self._small), *views]
         self._small = bytearray()
         for thread, action in zip(self._threads, (self._write_all, self._hash), strict=True):
@@ -128,7 +128,7 @@ class DigestedWriter(io.RawIOBase):
             self._failure = error
 
     def _send_to_disk(self) -> None:
-        """Let Linux begin to write to the disk, without a wait: less is left to flush at the end."""
+        """Tell Linux to begin to write to the disk, without waiting for it: less is left to flush at the end."""
         if self._written - self._flushed >= FLUSHED_BYTES:
             with suppress(OSError):
                 os.posix_fadvise(self._descriptor, self._flushed, self._written - self._flushed, os.POSIX_FADV_DONTNEED)
@@ -149,7 +149,7 @@ class DigestedWriter(io.RawIOBase):
         self._current = hashlib.sha256()
 
     def digests(self) -> FileDigests:
-        """The digests of all that was written, when the writer's context was left."""
+        """The digests of all that was written; call it after the writer's context."""
         if len(self._chunks) * CHUNK_BYTES < self._size:
             self._end_chunk()
         return FileDigests(self._size, tuple(self._chunks))
@@ -174,13 +174,13 @@ class DigestedWriter(io.RawIOBase):
 
 
 def _address(view: memoryview) -> int:
-    """Where the bytes of ``view`` are."""
+    """The address of the bytes of ``view``."""
     found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return found
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk; a file system that cannot do that is let off."""
+    """Flush the names in ``folder`` to the disk; nothing is raised where the file system cannot do that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -192,8 +192,8 @@ def flush_folder(folder: Path) -> None:
 class VerifiedReader(io.RawIOBase):
     """The file at ``path``, whose chunks are compared with ``digests`` (None: not known) when they are first read.
 
-    torch's reader of archives swallows errors of what it reads from: the first one is in ``failure``, and nothing more
-    is read. Raises OSError where the file cannot be opened.
+    torch's reader of archives swallows errors of the file that it is given: the first error is kept in ``failure``, and
+    nothing more is read. Raises OSError where the file cannot be opened.
     """
 
     def __init__(self, path: Path, digests: FileDigests | None) -> None:
@@ -203,7 +203,10 @@ class VerifiedReader(io.RawIOBase):
         self.size = os.fstat(self._descriptor).st_size
         self.failure: DamagedFileError | OSError | None = None
         self.headers: frozenset[int] = frozenset()
-        """Offsets of an archive's headers, which are read without their chunk; the directory tells the same."""
+        """Offsets of an archive's headers.
+
+        They are read without verifying their chunk: the archive's directory tells the same.
+        """
         if digests is not None and digests.size != self.size:
             message = f"it has {self.size:,} bytes, and {digests.size:,} were written"
             self.failure = DamagedFileError(path, None, message)
@@ -214,10 +217,10 @@ class VerifiedReader(io.RawIOBase):
         self._lasting: frozenset[int] = frozenset()
         """Indices of the chunks that are kept until the file is closed, once they are read."""
         self._kept: dict[int, bytearray] = {}
-        """The chunks that were read last, as parts, by their index, the last one at the end."""
+        """The chunks of which parts were read last, by their index; the latest is the last entry."""
 
     def keep(self, offsets: Iterable[int]) -> None:
-        """Keep the chunks with the bytes at ``offsets`` until the file is closed, once they are read."""
+        """Keep the chunks that hold the bytes at ``offsets``, once they are read, until the file is closed."""
         self._lasting = frozenset(each // CHUNK_BYTES for each in offsets)
 
     def readable(self) -> bool:
@@ -314,7 +317,7 @@ class VerifiedReader(io.RawIOBase):
 
 
 def damages(folder: Path, files: Mapping[str, FileDigests]) -> Iterator[DamagedFileError]:
-    """Read ``files`` in ``folder`` whole; the damage of each that is not as its digests say. Raises OSError."""
+    """Read ``files`` in ``folder`` whole; yield the error of each that its digests contradict. Raises OSError."""
     for name, digests in files.items():
         with VerifiedReader(folder / name, digests) as reader:
             try:

@@ -45,7 +45,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class ForeignObject:
-    """Stands for an object of a class that is not loaded; it takes all that a pickle gives it, and does nothing."""
+    """Stands for an object whose class is not loaded: it accepts every call of the unpickler, and does nothing."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -69,7 +69,7 @@ class ForeignObject:
 class ListedUnpickler(pickle.Unpickler):
     """Loads a pickle with the classes, functions and dtypes of ``allowed``.
 
-    Another class raises CheckpointError by its name, or becomes a ForeignObject where ``lets_through``.
+    An object of another class raises CheckpointError, or becomes a ForeignObject where ``lets_through``.
     """
 
     def __init__(self, path: Path, data: bytes, allowed: Mapping[tuple[str, str], Any], lets_through: bool) -> None:
@@ -90,7 +90,7 @@ class ListedUnpickler(pickle.Unpickler):
 
 
 def listed_objects(path: Path, allowed: Mapping[tuple[str, str], Any]) -> Any:
-    """The plain values, and objects of ``allowed``, in a file that torch.save wrote; tensors and others are left out.
+    """Plain values and objects of ``allowed`` in a file that torch.save wrote; all else becomes ForeignObjects.
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -104,13 +104,13 @@ def listed_objects(path: Path, allowed: Mapping[tuple[str, str], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Storage:
-    """The bytes of a chunk, as the metadata tells them; its file may be anything."""
+    """Where the metadata says that the bytes of a chunk are; ``file`` is not checked yet."""
 
     file: object
     offset: int
     length: int
     transforms: object
-    """Extensions that changed the bytes; None or none of them otherwise."""
+    """Extensions that changed the bytes; None or empty where none did."""
 
     @staticmethod
     def of(stored: filesystem._StorageInfo) -> _Storage:
@@ -156,7 +156,7 @@ class DistributedFiles:
         return whole
 
     def _check(self, name: str, boxes: Sequence[Box]) -> None:
-        """The chunks are the whole tensor, each element once."""
+        """Raise CheckpointError where the chunks do not hold each element of the tensor once."""
         shape = self.shapes[name]
         is_inside = all(
             len(offsets) == len(sizes) == len(shape)

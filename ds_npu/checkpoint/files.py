@@ -79,8 +79,8 @@ def _read(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def why_not_written(error: Exception, path: Path, needed: int) -> str:
     """Why writing ``needed`` bytes (0: not known) to ``path`` raised ``error``: a full disk, or another reason.
 
-    What other ranks have written must still be there: torch's errors do not say that a disk is full, so its free space
-    has to. A file at ``path``, as far as it was written, counts as free.
+    Call it before other ranks remove what they have written: torch's errors do not say that a disk is full, so its
+    free space is compared with ``needed``. The bytes of a file at ``path`` count as free.
     """
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     disk = next(folder for folder in (existing, *existing.absolute().parents) if folder.is_mount())
@@ -93,7 +93,7 @@ def why_not_written(error: Exception, path: Path, needed: int) -> str:
 
 
 def tensor_bytes(state: object) -> int:
-    """The bytes of all tensors in nested dicts, lists and tuples; each storage counts once, and whole."""
+    """The bytes of all tensors in nested dicts, lists and tuples; each storage counts once, with all its bytes."""
     found = {}
     for each in _tensors(state):
         storage = each.untyped_storage()

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: its manifests, its files by them, whether they are whole, and damage by its names."""
+"""The folder of a checkpoint: its manifests, the files that they name, and errors that name damaged weights."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class CheckpointFolder:
 
     @contextmanager
     def damage_named(self) -> Iterator[None]:
-        """The block's DamagedFileError becomes a CheckpointError that names file and tensors."""
+        """Turn a DamagedFileError of the block into a CheckpointError that names the file and its tensors."""
         try:
             yield
         except DamagedFileError as error:
@@ -86,7 +86,7 @@ class CheckpointFolder:
 
     @cached_property
     def manifests(self) -> list[Manifest]:
-        """The manifests of all ranks that wrote the checkpoint; another one of the same name may have had more."""
+        """The manifests of all ranks that wrote the checkpoint, without those left by an earlier one of more ranks."""
         first = self.manifest(0)
         if first is None:
             raise CheckpointError(

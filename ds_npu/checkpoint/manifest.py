@@ -24,11 +24,11 @@ from ds_npu.topology.degrees import AXES, Axis
 
 FILE = "ds_npu_layout_rank_{:05d}.json"
 VERSION = 2
-"""Since 2 a manifest has the dtypes of weights, and no run of values of a weight that was left out of the files."""
+"""Since 2 a manifest has the dtypes of weights, and names no values of a weight that was left out of the files."""
 MODULE = "module"
-"""The key of weights by name in DeepSpeed's files of models."""
+"""The key, in DeepSpeed's files of models, of the weights by name."""
 JSON_KEYS = {"coordinates": "place"}
-"""Keys of JSON that differ from the names of fields."""
+"""Keys in the JSON, by field, where they differ from the field's name."""
 READABLE = (1, VERSION)
 MOST_RANKS = 2**24
 MOST_ELEMENTS = 2**53
@@ -74,11 +74,11 @@ class WrittenPart:
     state: WrittenRun | None = None
     """The optimizer's state; None: it is in other ranks' files, or there is none."""
     group: int | None = None
-    """Index of the settings of its parameter group."""
+    """Index of its parameter group's settings in ``Manifest.groups``; None without one."""
     dtype: str | None = None
     """Its dtype in the model; None in manifests of version 1."""
     narrow: WrittenRun | None = None
-    """The values in the model's dtype of 16 bits, where ``value`` is of float32 masters; None: in no file."""
+    """The values in the model's 16-bit dtype, where ``value`` names float32 masters; None: no file has them."""
 
     @property
     def numel(self) -> int:
@@ -123,9 +123,9 @@ class Manifest:
     ranks: int
     """The number of ranks that wrote the checkpoint, also those that have no files of their own."""
     groups: Sequence[Mapping[str, Any]] = ()
-    """The settings of the optimizer's parameter groups, as far as JSON has them."""
+    """The settings of the optimizer's parameter groups, as far as JSON can hold them."""
     model_file: str | None = None
-    """The file with a run's counters, which the first data ranks write, or all."""
+    """The file with the run's counters, which the first data ranks write, or all ranks."""
     layout: str = ""
     """The layout of the run that wrote it, in words for an error."""
     is_known: bool = True
@@ -183,7 +183,7 @@ class _WrongJsonError(ValueError):
 
 
 def manifest_of_json(text: str, path: Path) -> Manifest:
-    """Parse and check a manifest; raises CheckpointError for another version's, and for what no manifest has."""
+    """Parse and check a manifest; raises CheckpointError for another version, damage and wrong values."""
     seal = SEAL.match(text)
     if seal is not None and digest_of(text[seal.end() :].encode()) != seal[1]:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Weights of a Llama or Qwen that Megatron-Core has trained, under the names and in the shapes of Hugging Face.
 
-Megatron keeps queries, keys and values in one weight, group after group of queries with their key and value, gates and
-ups in another, and may have all layers of a weight in one tensor. Source: Megatron-Core 0.16.1
+Megatron keeps queries, keys and values in one weight (for each group its queries, then its key and value), gates and
+ups in another, and may stack a weight of all layers in one tensor. Source: Megatron-Core 0.16.1
 core/models/gpt/gpt_model.py, core/transformer/{transformer_block,attention,mlp}.py (sharded_state_dict).
 """
 
@@ -19,14 +19,14 @@ from ds_npu.checkpoint.distributed_files import DistributedFiles, listed_objects
 from ds_npu.checkpoint.files import CheckpointError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of model_type in config.json: models that Megatron's GPTModel is, without another formula in it."""
+"""Values of model_type in config.json whose models compute what Megatron's GPTModel does."""
 COMMON = "common.pt"
 OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
     "output_layer.weight": "lm_head.weight",
 }
-"""Names in Megatron, and those in Hugging Face's model."""
+"""Weights outside of the layers: Megatron's name, and that in Hugging Face's model."""
 OF_LAYERS = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -41,7 +41,7 @@ OF_LAYERS = {
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
 }
-"""Names behind ``decoder.layers.N.``, and behind ``model.layers.N.``."""
+"""Weights of a layer: Megatron's name behind ``decoder.layers.N.``, Hugging Face's behind ``model.layers.N.``."""
 QKV, GATE_AND_UP = "self_attention.linear_qkv.", "mlp.linear_fc1."
 IN_LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|.*\._extra_state(/|$)|rng_state|rerun_state_machine_state")
@@ -51,7 +51,7 @@ LISTED = 6
 
 
 class RunArguments:
-    """The arguments of a run by their names, in the place of the argparse.Namespace that Megatron saves."""
+    """The arguments of a run by name, loaded in place of the argparse.Namespace that Megatron saves."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -66,7 +66,7 @@ class MegatronModel:
 
     heads: int
     groups: int
-    """Heads of keys and values."""
+    """The number of heads of keys and values."""
     vocabulary: int
 
     @staticmethod
@@ -149,9 +149,9 @@ def _queries_keys_values(tensor: torch.Tensor, model: MegatronModel) -> list[tor
 
 
 def differences_of_run(folder: Path, config: Any) -> list[str] | None:
-    """Arguments of the run that wrote ``folder`` which ``config`` contradicts, in words; None where none are there.
+    """Arguments of the run that wrote ``folder`` which ``config`` contradicts, in words; None where none were saved.
 
-    Formulas that no weight tells: norms, positions, activations. Raises CheckpointError for a damaged file.
+    They tell formulas that weights do not: norms, positions, activations. Raises CheckpointError for a damaged file.
     """
     if not (folder / COMMON).is_file():
         return None
@@ -199,4 +199,4 @@ ARGUMENTS: Mapping[str, Callable[[Any], Any]] = {
     "use_rope_scaling": lambda config: _rope(config).get("rope_type", "default") != "default",
     "untie_embeddings_and_output_weights": lambda config: not config.tie_word_embeddings,
 }
-"""Arguments of Megatron's training, and the value of each that a config means."""
+"""Arguments of Megatron's training, each with the value that a Hugging Face config requires."""

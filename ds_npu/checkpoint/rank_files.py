@@ -1,7 +1,7 @@
-"""One rank's files of a checkpoint as bytes in memory, and how ranks that survive write them, each by itself.
+"""One rank's files of a checkpoint as bytes in memory, and how surviving ranks write them, each by itself.
 
-The folder of a checkpoint is whole when the manifests of all ranks are in it, since each comes behind its rank's files.
-So ranks need not agree: the one that finishes last finds it whole, and lets ``latest`` name it.
+A rank's manifest is written after its files: the folder of a checkpoint is whole when it has the manifests of all
+ranks. So ranks need not agree: the one that finishes last finds the folder whole, and lets ``latest`` name it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RankFiles:
     files: dict[str, Bytes] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the files into ``folder``'s folder of the tag, the manifest last. Raises OSError.
+        """Write the files into ``folder / tag``, the manifest last. Raises OSError.
 
         The rank itself and the rank that holds its copy may both do so: nothing is done where the manifest is there,
         and unfinished files have names of their own.
@@ -55,7 +55,7 @@ class RankFiles:
 
 
 def _put(path: Path, data: Bytes) -> None:
-    """Write ``data`` under a name of its own, flush it, and let ``path`` name it. Raises OSError."""
+    """Write ``data`` to a file of another name, flush it, and rename it to ``path``. Raises OSError."""
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with DigestedWriter(unfinished) as writer:
@@ -83,8 +83,8 @@ def is_whole(folder: Path, ranks: int) -> bool:
 def name_latest(folder: Path, steps: Mapping[str, int], ranks: int, classes: Sequence[AllowedClass]) -> str | None:
     """Let ``latest`` in ``folder`` name the newest whole one of the tags of ``steps``; None where none is whole.
 
-    ``classes``: those that files of checkpoints may hold. A checkpoint of a later step that ``latest`` names is left;
-    its tag is returned. Raises OSError.
+    ``classes``: those that files of checkpoints may hold. Where ``latest`` names a checkpoint that is not older, it is
+    left so, and the tag of that one is returned. Raises OSError.
     """
     with _locked(folder):
         whole = [tag for tag in sorted(steps, key=steps.__getitem__) if is_whole(folder / tag, ranks)]
@@ -112,7 +112,7 @@ def _step_of(folder: Path, classes: Sequence[AllowedClass]) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time be here, where the disk has locks."""
+    """Let one process at a time run the block, where the file system has locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

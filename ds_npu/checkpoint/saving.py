@@ -26,7 +26,7 @@ from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.topology.degrees import NAMES, Axis
 
 Gather = Callable[[nn.Parameter], AbstractContextManager[object]]
-"""Gathers a parameter that ZeRO-3 has partitioned on each data rank, within the context."""
+"""Makes a context within which a parameter that ZeRO-3 has partitioned is gathered, on each data rank."""
 
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 """Names of files of weights and of their indices (see ENTRIES of ds_npu.checkpoint.files)."""
@@ -38,9 +38,9 @@ class HeldWeight:
 
     name: str
     position: tuple[int, ...]
-    """Numbers whose order is that of the plain model's state dict."""
+    """A key by which weights are sorted into the order of the plain model's state dict."""
     same_as: str
-    """The first name in its stage of the same tensor; its own where it has one name."""
+    """The first of the names that the tensor has in its stage."""
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     dtype: torch.dtype
@@ -99,7 +99,10 @@ class Holders:
         return self.rank // self.ranks_of_a_stage
 
     def of_all_stages(self, own: Sequence[HeldWeight]) -> list[HeldWeight]:
-        """Gather the weights of every stage; this rank's has ``own``. All ranks of the group call it."""
+        """The weights of every stage, without values; ``own``: those of this rank's stage.
+
+        All ranks of the group call it.
+        """
         everyones: list[list[HeldWeight]] = [[] for _ in range(dist.get_world_size(self.group))]
         dist.all_gather_object(everyones, [replace(each, stage=self.stage) for each in own], group=self.group)
         # A weight may be in every stage: the first one's is taken.
@@ -110,7 +113,7 @@ class Holders:
         return list(first.values())
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The index of a rank of a stage along each axis."""
+        """The index along each axis of ``rank``, which counts within a stage."""
         found: dict[Axis, int] = {}
         for axis, size in reversed(list(self.sizes.items())):
             rank, found[axis] = divmod(rank, size)
@@ -158,7 +161,7 @@ class ViewHolders:
 
 @dataclass(frozen=True)
 class _HeldModel:
-    """A model over its holders, and the weights of the plain model that it stands for."""
+    """This rank's part of a model, and all weights of the plain model."""
 
     holders: ViewHolders
     tensors: Mapping[str, torch.Tensor]
@@ -184,7 +187,7 @@ class _HeldModel:
     def gathered(self, gather: Gather, to: Destination) -> Iterator[tuple[list[str], torch.Tensor]]:
         """Gather one tensor after the other at the destination; yields its names and a copy of it.
 
-        All ranks consume all of it at the same time. It yields nothing of a view in which a rank has no part.
+        All ranks consume the whole iterator at the same time. A rank gets no weight of a view in which it has no part.
         """
         names: dict[tuple[int, str], list[str]] = {}
         for weight in self.weights:
@@ -226,7 +229,7 @@ def whole_state_dict(
 def whole_weights(
     model: nn.Module, holders: ViewHolders, *, device: torch.device | None = None, gather: Gather = nullcontext
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of the plain model on every rank, one at a time, in its order.
+    """Yield (name, whole tensor) of the plain model on every rank, one at a time, in the order of its state dict.
 
     As ``whole_state_dict``, but every rank receives the tensors, and one with several names comes once, under the
     first. Tensors are copies, on ``device`` (None: where the weights are). A rank needs memory for one whole tensor and
@@ -236,7 +239,7 @@ def whole_weights(
     to = Destination(held.device if device is None else device, every_rank=True)
     for names, whole in held.gathered(gather, to):
         yield names[0], whole
-        del whole  # As gathered does.
+        del whole  # Frees its memory, as in ``gathered``.
 
 
 def _held_weights(tensors: Mapping[str, torch.Tensor], holders: ViewHolders) -> list[HeldWeight]:
@@ -262,7 +265,7 @@ def _held_weights(tensors: Mapping[str, torch.Tensor], holders: ViewHolders) -> 
 
 
 def _position(model: nn.Module, name: str) -> tuple[int, ...]:
-    """The position of the weight ``name`` in a state dict: each module's own come before those of its children.
+    """The position of the weight ``name`` in a state dict, where a module's own weights come before its children's.
 
     Stages have the same modules, except inside those that are absent: positions agree over all of them.
     """
@@ -312,7 +315,7 @@ def save_pretrained(model: Any, folder: str | Path, state_dict: Mapping[str, tor
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or folder to disk: after a crash of the machine, a name could else be there without its content."""
+    """Flush a file or folder to disk: else a crash of the machine could leave a name without its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -14,12 +14,12 @@ from ds_npu.topology.degrees import Axis
 Shard = tuple[Sharding, int]
 """A sharding, and the rank along its axis."""
 SLAB_ELEMENTS = 2**22
-"""Most elements of a block: rows of which other columns are wanted are in memory as a whole."""
+"""Most elements of a block's rows, which are read whole, also where only some of their columns are wanted."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Elements ``first`` to ``first + numel`` (None: the end), flat, of the part of a weight that ``shards`` leave."""
+    """Flat elements ``first`` to ``first + numel`` (None: the end) of the part that ``shards`` take from a weight."""
 
     shards: Sequence[Shard] = ()
     first: int = 0
@@ -27,7 +27,7 @@ class Selection:
 
 
 class Held(NamedTuple):
-    """Plain indices ``start`` to ``stop`` along a dim, which a part holds from the index ``position`` on."""
+    """Indices ``start`` to ``stop`` of the plain weight along a dim; in a part they begin at index ``position``."""
 
     start: int
     stop: int
@@ -35,7 +35,7 @@ class Held(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """``length`` indices along a dim, from ``source`` on in a written part and from ``target`` on in what is wanted."""
+    """``length`` indices along a dim to copy, from ``source`` on in a written part to ``target`` on in a selection."""
 
     source: int
     target: int
@@ -44,14 +44,14 @@ class Copied(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of the part written at ``coordinates``, and of each further dim the indices that are wanted."""
+    """Rows of the part that was written at ``coordinates``, and along each further dim the indices to copy."""
 
     coordinates: Mapping[Axis, int]
     rows: Copied
     columns: tuple[tuple[Copied, ...], ...]
 
     def slices(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Where pieces are in the rows of the part, and where they go."""
+        """Slices of each piece in the rows of the part, and in the rows of the selection."""
         for chosen in itertools.product(*self.columns):
             every = (Copied(0, self.rows.target, self.rows.length), *chosen)
             sources = tuple(slice(each.source, each.source + each.length) for each in every)
@@ -71,7 +71,7 @@ class Selected:
 
 
 def selected(shape: Sequence[int], written: Mapping[Axis, Sharding], wanted: Selection) -> Selected:
-    """The blocks for ``wanted`` of a weight of the plain ``shape`` that was written in parts of ``written``."""
+    """The blocks that fill ``wanted``, of a weight of the plain ``shape`` written in the parts of ``written``."""
     sizes = tuple(shape) or (1,)
     mine = [held for held, _ in _held(sizes, wanted.shards)]
     lengths = [_length(each) for each in mine]
@@ -89,7 +89,10 @@ def _length(held: Sequence[Held]) -> int:
 
 
 def _held(sizes: Sequence[int], shards: Sequence[Shard]) -> list[tuple[list[Held], list[Held]]]:
-    """Along each dim the indices that a rank holds, and those of them that no lower rank of an axis holds, too."""
+    """For each dim the indices that a rank holds, and its own.
+
+    Its own are those that no lower rank of an axis holds, too.
+    """
     found = [([Held(0, size, 0)], [Held(0, size, 0)]) for size in sizes]
     for sharding, rank in shards:
         held, own = found[sharding.dim]
@@ -100,7 +103,7 @@ def _held(sizes: Sequence[int], shards: Sequence[Shard]) -> list[tuple[list[Held
 
 
 def _taken(held: Sequence[Held], ranges: Iterable[tuple[int, int]]) -> list[Held]:
-    """The part of ``held`` at ``ranges`` of its positions, which follow each other in the part."""
+    """Indices of ``held`` whose positions are in ``ranges``; in the result the ranges follow each other."""
     found, position = [], 0
     for start, stop in ranges:
         for each in held:

@@ -27,7 +27,7 @@ ZERO, OPTIMIZER = "zero", "zero/optimizer_state.pt"
 PARAM, SHAPES, GROUPS, STEP, WEIGHT = "param", "param_shapes", "param_groups", "step", "fp32"
 """Keys and names of files."""
 INNER = "optimizer_state_dict"
-"""The key, in the optimizer's file, of what ZeRO 3 has of the step and the groups."""
+"""The key, in the optimizer's file, under which ZeRO 3 keeps the step and the groups."""
 
 
 class UniversalFiles(CheckpointFiles):
@@ -54,7 +54,7 @@ class UniversalCheckpoint(WrittenCheckpoint):
         with self.damage_named():
             parts = dict(self._written_parts())
         for name, names in self._same.items():
-            # Converters give the state to one name of a weight, and to another one maybe its 16-bit values.
+            # Converters write the state under one name of a weight, and maybe its 16-bit values under another one.
             known = [each for each in names if each in parts]
             if known:
                 parts[name] = parts[max(known, key=lambda each: parts[each].state is not None)]
@@ -145,5 +145,5 @@ class UniversalCheckpoint(WrittenCheckpoint):
 
 
 def _in(file: str, part: WrittenPart) -> WrittenRun | None:
-    """The run of all elements of a weight in another file of its folder."""
+    """The run of a weight's elements in ``file``, another one in the weight's folder."""
     return None if part.value is None else replace(part.value, file=file)

@@ -15,27 +15,27 @@ from ds_npu.checkpoint.manifest import FILE, Manifest, manifest_of_json, manifes
 
 OF_DEEPSPEED = re.compile(r".*(model|optim)_states\.pt")
 UNIVERSAL = "zero"
-"""The folder of a universal checkpoint that has a folder for each weight."""
+"""The folder, in a universal checkpoint, that has a folder for each weight."""
 UNFINISHED = ".unfinished"
 """The end of names of files that are being written."""
 
 
 @dataclass
 class FoundCheckpoint:
-    """A checkpoint in ``folder`` by its manifests, without the values in its files."""
+    """A checkpoint in ``folder`` as its manifests describe it; the values in its files are not read."""
 
     folder: Path
     manifests: list[Manifest] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Sentences that say why it is not whole; empty where it is."""
     saved_at: float = 0.0
-    """When its first manifest was written, in seconds since 1970."""
+    """When its last manifest, or without manifests its last file, was written, in seconds since 1970."""
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of each of its files, by name."""
 
     @property
     def kind(self) -> str:
-        """Who wrote it, in words."""
+        """The layout that wrote it, in words."""
         if self.manifests or self.problems:
             return self.manifests[0].layout if self.manifests else "unknown"
         return "DeepSpeed universal" if (self.folder / UNIVERSAL).is_dir() else "DeepSpeed, without manifests"
@@ -46,7 +46,7 @@ class FoundCheckpoint:
 
 
 def found_checkpoint(folder: Path) -> FoundCheckpoint | None:
-    """The checkpoint in ``folder``; None where there is none. Directories of files are read, values are not."""
+    """The checkpoint in ``folder``; None where there is none. Its archives' directories are read, values are not."""
     first = manifest_path(folder, 0)
     paths = sorted(folder.glob(FILE.format(0).replace("00000", "*")))
     if not paths and not _is_checkpoint(folder):
@@ -89,7 +89,7 @@ def name_in(path: Path) -> str | None:
 
 
 def newest_whole(folder: Path, without: Path | None = None) -> Path | None:
-    """The newest whole checkpoint in ``folder``, by manifests and directories of files; None where there is none."""
+    """The newest checkpoint in ``folder`` that is whole, as far as no values are read; None where there is none."""
     try:
         found = list(checkpoints_in(folder))
     except OSError:
@@ -99,7 +99,7 @@ def newest_whole(folder: Path, without: Path | None = None) -> Path | None:
 
 
 def verify(found: FoundCheckpoint) -> list[str]:
-    """Read all files of a checkpoint whole; sentences about those that are not as they were written."""
+    """Read all files of a checkpoint whole; return sentences about the ones that are not as they were written."""
     problems = []
     for manifest in found.manifests:
         there = {name: each for name, each in manifest.digests.items() if (found.folder / name).is_file()}

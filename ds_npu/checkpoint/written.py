@@ -26,7 +26,7 @@ from ds_npu.config.whole_matrices import BY_ELEMENT, MUON
 PARTITIONED, MOMENTUM = "base_optimizer_state", "momentum_buffer"
 """Keys of the state dict of ZeRO 1 and 2, and of Muon's state."""
 LARGE = (MODULE, "optimizer")
-"""Keys of a file of models, of weights and of their states, which are read by name."""
+"""Keys of a file of models under which weights and their states are, which are read one by one, by name."""
 LISTED = 6
 """How many names of a kind an error lists; the others are counted."""
 RunOf = Callable[[WrittenPart], WrittenRun | None]
@@ -82,7 +82,7 @@ def differences(written: Mapping[str, Plain], wanted: Mapping[str, Plain]) -> Di
 
 
 def over_ranks(found: Sequence[Differences]) -> Differences:
-    """The differences of a model whose weights are on several ranks: a name that no rank has is unexpected."""
+    """Join the differences that each rank found with its own weights: a name that no rank has is unexpected."""
     held = [set(each.unexpected) for each in found]
     return Differences(
         list(dict.fromkeys(name for each in found for name in each.missing)),
@@ -111,7 +111,7 @@ class WrittenCheckpoint(CheckpointFolder):
         }
 
     def model_state(self) -> dict[str, Any]:
-        """A copy of one of DeepSpeed's files of models: a run's counters and schedule; its weights are one rank's."""
+        """The run's counters and schedule, from one of DeepSpeed's files of models, without weights and states."""
         files = [each.model_file for each in self.manifests if each.model_file is not None]
         if not files:
             raise CheckpointError(
@@ -122,7 +122,7 @@ class WrittenCheckpoint(CheckpointFolder):
             return {key: self._files.with_values(files[0], each) for key, each in content.items() if key not in LARGE}
 
     def of_optimizer(self, keys: Sequence[str], names: Sequence[str]) -> Mapping[str, Any]:
-        """The entries ``names`` of an optimizer's state dict, under one of ``keys`` of a file.
+        """The entries ``names`` of the optimizer's state dict, which a file has under one of ``keys``.
 
         Those that are not there are left out; empty where no state was written.
         """
@@ -232,7 +232,7 @@ class WrittenCheckpoint(CheckpointFolder):
         return isinstance(held, Mapping) and run.keys[1] in held
 
     def _runs(self, name: str, run_of: RunOf, wanted: Selection | None) -> list[WrittenRun]:
-        """The runs with elements of a weight, or with those that are wanted."""
+        """The runs that hold elements of a weight, or of what is ``wanted`` of it."""
         parts = self._parts.get(name, ())
         if wanted is None or not parts:
             return [run for part in parts if (run := run_of(part)) is not None]

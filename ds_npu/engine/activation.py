@@ -11,8 +11,8 @@ whose ``_autoload`` marks torch_npu as not importable (``sys.modules["torch_npu"
 ``importlib.util.find_spec`` then answers None, so that libraries that probe for it pass over it, and an
 ``import torch_npu`` in the script ends in Python's ModuleNotFoundError, below the warning. Where torch_npu is imported
 first, or torch's autoloading is off, that import raises ImportError with the text of the warning, each time.
-DS_ACCELERATOR=npu, which cannot be had, ends the program with it; where it names another accelerator, nobody is
-warned. The order of entry points is undefined, so only the ``.pth`` line makes sure that the guard is there first.
+With DS_ACCELERATOR=npu the program ends with that text; with another accelerator there, nothing is printed.
+The order of entry points is undefined, so only the ``.pth`` line makes sure that the guard is there first.
 
 [Note: half imported] Where the entry point is the only way and ``import deepspeed`` the first import, ``deepspeed`` is
 half executed when ds_npu is activated (at its line ``import torch``), and no loader of ours sees the end of it. Such a
@@ -64,11 +64,11 @@ PATCHED = (
     "trl.trainer.rloo_trainer",
     "trl.trainer.utils",
 )
-"""The modules that ``ds_npu.engine.patches`` changes; a test holds the two together."""
+"""The modules that ``ds_npu.engine.patches`` changes; a test compares both lists."""
 
 
 def imported() -> None:
-    """``import ds_npu``, which activates; inside ``import torch`` that is left to ``autoload``, which comes next."""
+    """Activate on ``import ds_npu``, but not inside ``import torch``, which calls ``autoload`` next."""
     if not _being_imported("torch"):
         activate()
 
@@ -89,7 +89,7 @@ def autoload() -> None:
 
 
 def activate() -> None:
-    """Patch the modules of ``PATCHED`` that are imported, and see to it that the others are when they come."""
+    """Patch those modules of ``PATCHED`` that are imported now, and each other one when it is imported."""
     if _active():
         return
     sys.meta_path.insert(0, _Finder())
@@ -140,7 +140,7 @@ class _HalfImported(ModuleType):
 
 
 class _Finder:
-    """Finds modules as Python would, and for a few of them follows what happens when they are executed."""
+    """Finds modules as Python would, and gives a few of them a loader that acts when they are executed."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name not in PATCHED and name != "torch_npu":
@@ -216,7 +216,7 @@ def _mark_torch_npu_not_importable() -> None:
 
 
 def _restore(variable: str, value: str | None) -> None:
-    """torch_npu switches torch's autoloading off while it imports torch, and not on again when it fails."""
+    """Restore a variable: torch_npu sets it while it imports torch, and does not set it back when it fails."""
     if value is None:
         os.environ.pop(variable, None)
     else:

@@ -1,7 +1,7 @@
 """Whether a DeepSpeed config asks for ds_npu, and the config that is known before DeepSpeed is given one.
 
-Every program that imports DeepSpeed imports this; what judges a config (``ds_npu.engine.session``) is imported where
-there is a section to judge.
+Every program that imports DeepSpeed imports this; the checks of a config (``ds_npu.engine.session``) are imported only
+where there is a section to check.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Config = str | os.PathLike[str] | dict[str, Any]
 
 
 def with_section(config: Config | None) -> dict[str, Any] | None:
-    """The DeepSpeed config as a dict where it holds the section, else None (whatever else it is DeepSpeed's matter)."""
+    """The DeepSpeed config as a dict where it holds the section; None for any other, which DeepSpeed itself judges."""
     if config is None:
         return None
     if not isinstance(config, dict):

@@ -137,7 +137,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         refuse_saving_a_stage(model)
         know_grid(model, self.topology)
         if protect_shards(model, self.topology):
-            # Optimizers of the client's own know what they are given.
+            # A client's own optimizer steps the parameters that it was given, shards too.
             self.events.around_step(MethodLevel.SHARD_ACCESS, allow_shard_access)
         if not is_pipeline and layout is None:
             agree_on_first_batch(model, self.topology, partial(self.open_other_communicators, model))
@@ -166,7 +166,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
     def _agree_on_optimizer(self) -> None:
         """Raise ValueError on every rank where the optimizer of any rank is not exact over the axes of this layout.
 
-        Where it is on whole matrices, plan them.
+        Then plan the steps of whole matrices, if there are any.
         """
         verdicts = [self.optimizer_verdict] * dist.get_world_size()
         # Once: pipeline stages have different weights, and no rank may go on alone.
@@ -178,7 +178,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         self.plan_matrices()
 
     def communicator_bytes(self) -> int:
-        """Bytes of device memory that HCCL's buffers take on this rank; none but in a world of several, over hccl."""
+        """Bytes of device memory that HCCL's buffers take on this rank; 0 on another backend, or in a world of one."""
         if dist.get_backend() != "hccl" or dist.get_world_size() == 1:
             return 0
         return MIB * sum(each.device_mib for each in self._planned_communicators(self.module))
@@ -193,7 +193,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         return communicator_plan(self._config.ds_npu.config.hccl, self.build)
 
     def open_other_communicators(self, model: nn.Module) -> None:
-        """Open, over hccl, those of experts and of a context algorithm that is known; every rank calls it."""
+        """Over hccl, open communicators of experts, and of a context algorithm once chosen; every rank calls it."""
         if dist.get_backend() == "hccl" and dist.get_world_size() > 1:
             planned = self._planned_communicators(model)
             open_others(self._communicator_plan, self.topology, planned, has_experts(model))
@@ -202,13 +202,13 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
                 open_links(choice.axis.ring.links(), "ring")
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""
+        """As DeepSpeed's; raises ValueError where the model is divided over tensor or context ranks."""
         divides = {"tensor": self.topology.size("tp") > 1, "context": has_sharded_sequences(self.module)}
         check_engine_may_compile(self.module, divides)
         super().compile(*args, **kwargs)
 
     def _configure_distributed_model(self, model: nn.Module) -> None:
-        # It broadcasts the weights of experts.
+        # DeepSpeed's method broadcasts the weights of experts.
         self.open_other_communicators(model)
         super()._configure_distributed_model(model)
         equalise_copies(model, self.topology)
@@ -244,7 +244,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         return zero
 
     def _reduce_non_expert_gradients(self, grads: list[Any], elements_per_buffer: int) -> None:
-        """Over dp x cp in a pipeline too, where DeepSpeed leaves cp out."""
+        """Reduce over dp x cp, in a pipeline too, where DeepSpeed leaves cp out."""
         self._reduce(grads, elements_per_buffer, self.topology.group("dp", "cp"))
 
     def _reduce_expert_gradients(self, expert_grads: dict[str, list[Any]], elements_per_buffer: int) -> None:
@@ -271,7 +271,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
     # reduce-scatter accepts no other.
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtypes of the model and of accumulated gradients for ZeRO; without it DeepSpeed wraps all but float32."""
+        """Dtypes of the model and of accumulated gradients for ZeRO; outside of it DeepSpeed wraps all but float32."""
         types: tuple[torch.dtype, torch.dtype] = super().get_data_types()
         zero = self.zero_optimization()
         return (torch.float64, torch.float64) if self.is_float64 and zero else types
@@ -282,7 +282,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """In which gradients travel."""
+        """The dtype in which gradients are reduced."""
         narrow: torch.dtype = super().communication_data_type
         return torch.float64 if self.is_float64 and not self.is_made_narrow else narrow
 
@@ -336,7 +336,7 @@ class NpuPipelineEngine(NpuEngine, PipelineEngine):  # type: ignore[misc]
 
 
 def backward_of_a_view(backward: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's, right also for the very tensor that the forward returned, not scaled.
+    """As DeepSpeed's, but right also for the very tensor that the forward returned, unscaled.
 
     DeepSpeed divides its gradient by the accumulation steps once more, in a hook of the forward's outputs that runs
     before the one that would stop it (runtime/engine.py of 0.19.8, ``_backward_prologue_per_tensor``).

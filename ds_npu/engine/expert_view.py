@@ -1,7 +1,7 @@
 """The expert view in DeepSpeed's engines: experts' weights have groups, reductions and optimizer groups of their own.
 
-DeepSpeed opens these roads for layers of its own classes only (0.19.8 runtime/engine.py:2104, :2330); here they are
-opened by the placements of the parameters.
+DeepSpeed does so only for layers of its own classes (0.19.8 runtime/engine.py:2104, :2330), ds_npu for parameters
+whose placement is an expert's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ds_npu.zero_ext.method_wraps import MethodLevel
 
 ParameterGroup = dict[str, Any]
 LEGACY = ("fused_adam_legacy", "fused_lamb_legacy")
-"""Attributes of DeepSpeed's optimizers in 16 bits: with apex's old optimizers they take a norm that is not ours."""
+"""Attributes of DeepSpeed's 16-bit optimizers, true around apex's old optimizers: these take a norm of their own."""
 
 
 def tell_deepspeed_of_experts(topology: Topology) -> None:
-    """Put the groups of the expert view where DeepSpeed looks for them; it makes none that it finds there."""
+    """Put the groups of the expert view where DeepSpeed looks for its own; it makes no group that is there already."""
     name = expert_group_name(topology)
     for word, axes in (("EXPERT_PARALLEL", ("ep", "etp")), ("EXPERT_DATA_PARALLEL", ("edp",))):
         getattr(deepspeed_groups, f"_{word}_GROUP")[name] = topology.group(*axes)
@@ -43,10 +43,10 @@ def tell_deepspeed_of_experts(topology: Topology) -> None:
 
 
 def check_no_own_experts(model: nn.Module, degrees: Degrees) -> None:
-    """Raise ValueError where ``model`` has layers of DeepSpeed's own MoE, and ``degrees`` more than data ranks.
+    """Raise ValueError where ``model`` has layers of DeepSpeed's own MoE, and ``degrees`` other axes than data.
 
-    DeepSpeed makes their groups of consecutive ranks, whatever the ranks hold: of tensor or context ranks, which share
-    samples, and of those that ds_npu calls by the same name (DeepSpeed 0.19.8 utils/groups.py).
+    DeepSpeed makes their groups of consecutive ranks (0.19.8 utils/groups.py), whatever the ranks hold: these may be
+    tensor or context ranks, which share samples; and a group of ds_npu's expert ranks may have the same name.
     """
     found = next((name for name, each in model.named_modules() if isinstance(each, MoE)), None)
     sizes: dict[Axis, int] = {axis: degrees.size(axis) for axis in (*MODEL_AXES, "ep", "etp")}
@@ -60,7 +60,7 @@ def check_no_own_experts(model: nn.Module, degrees: Degrees) -> None:
 
 
 class SeparateGroups:
-    """The parameter groups of an optimizer, experts' weights in groups of their own that follow those they came from.
+    """The parameter groups of an optimizer; experts' weights have groups of their own, with the settings of the old.
 
     DeepSpeed reduces and shards each group over one process group. A user's learning-rate schedule knows the groups
     that the optimizer was made with: it goes on changing these (``schedule``), and ``follow`` copies their settings.
@@ -71,7 +71,7 @@ class SeparateGroups:
         self._pairs: list[tuple[ParameterGroup, ParameterGroup]] = []
 
     def separate(self, parameter_groups: Iterable[ParameterGroup]) -> list[ParameterGroup]:
-        """``parameter_groups``, of which each keeps its dense weights, and behind them the groups of experts."""
+        """Return ``parameter_groups`` without the experts' weights, followed by the groups of these weights."""
         found = list(parameter_groups)
         for group in list(found):
             parameters = list(group["params"])
@@ -161,12 +161,15 @@ class ExpertView(ExpertCheckpoints):
             self.expert_groups.schedule(self.lr_scheduler)
 
     def _validate_zero3_moe_compatibility(self) -> None:
-        """DeepSpeed's; it accepts layers of its own only, where ours carry the group that ZeRO-3 shards them over."""
+        """As DeepSpeed's, but not with experts of ds_npu.
+
+        It accepts only layers of its own; ours carry the group over which ZeRO-3 shards them.
+        """
         if not self.has_experts:
             super()._validate_zero3_moe_compatibility()
 
     def _resolve_zero3_param_placement(self) -> None:
-        """DeepSpeed's, which would put every parameter on the data ranks."""
+        """As DeepSpeed's, but not with experts: it would shard every parameter over the data ranks."""
         if not self.has_experts:
             super()._resolve_zero3_param_placement()
 

@@ -40,7 +40,7 @@ HOST = "127.0.0.1"
 
 
 def npu_accelerator(original: type) -> type:
-    """DeepSpeed imports its NPU accelerator only where it has chosen it."""
+    """Put ds_npu's accelerator over DeepSpeed's, which DeepSpeed imports only where it has chosen NPUs."""
     from ds_npu.accelerator.npu_accelerator import over
 
     accelerator = over(original)
@@ -49,7 +49,7 @@ def npu_accelerator(original: type) -> type:
 
 
 def _take_over(built_in: type, ours: type) -> None:
-    """Replace DeepSpeed's accelerator by an ``ours`` if it is a ``built_in`` now, and the builders that are bound.
+    """Replace DeepSpeed's accelerator, if it is a ``built_in``, by an ``ours``, and builders that modules have bound.
 
     Both are there already where ``import ds_npu`` comes after ``import deepspeed`` on an NPU.
     """
@@ -63,7 +63,7 @@ def _take_over(built_in: type, ours: type) -> None:
     }
     real.set_accelerator(accelerator)
     for name, module in list(sys.modules.items()):
-        # Where DeepSpeed's builders are defined, ours find their bases.
+        # Not where DeepSpeed's builders are defined: they are the bases of ours.
         if name.startswith("deepspeed.") and not name.startswith("deepspeed.ops.op_builder.npu"):
             bound = {key: value for key, value in vars(module).items() if key.endswith("Builder") and value in replaced}
             vars(module).update({key: replaced[value] for key, value in bound.items()})
@@ -111,7 +111,7 @@ def initialize(original: Function) -> Function:
 
 
 def _be_the_only_rank(has_section: bool) -> None:
-    """Where ds_npu has a part in this run and no launcher has started it, make this process a world of one rank."""
+    """Make this process a world of one rank, if ds_npu has a part in this run and no launcher has started it."""
     from deepspeed.accelerator import get_accelerator
 
     if has_section or get_accelerator().device_name() == "npu":

@@ -44,7 +44,7 @@ class WholeMatrices:
         return MatrixOptimizer(optimizer, MatrixSettings())
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> Any:
-        """DeepSpeed's, which knows its own Muon as one that ZeRO supports."""
+        """As DeepSpeed's, which gets the inner Muon: that one it knows as supported by ZeRO."""
         known = basic_optimizer.inner if isinstance(basic_optimizer, MatrixOptimizer) else basic_optimizer
         return super()._do_optimizer_sanity_check(known)  # type: ignore[misc]
 

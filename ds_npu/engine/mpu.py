@@ -28,7 +28,7 @@ WHOLE_ON_EACH_STAGE: tuple[Axis, ...] = ("tp",)
 
 
 def mpu_of(topology: Topology, model_axes: tuple[Axis, ...]) -> SimpleNamespace:
-    """For each word: ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks``, all without arguments.
+    """An mpu with ``get_<word>_world_size``, ``_rank``, ``_group`` and ``_group_ranks`` for each word, no arguments.
 
     ``model_axes`` are the axes that shard the model, over which DeepSpeed adds up norms and looks for overflow:
     CUT_INTO_STAGES where each rank along pp holds other layers, WHOLE_ON_EACH_STAGE where each has the whole model.

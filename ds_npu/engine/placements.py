@@ -17,7 +17,7 @@ from ds_npu.topology.topology import Topology
 TENSOR_PARALLEL = TensorAttribute[bool]("tensor_model_parallel")
 """DeepSpeed counts the gradient of a parameter with this mark on every model-parallel rank, else on the first only."""
 MODEL_PARALLEL = TensorAttribute[bool]("model_parallel")
-"""The same, as Megatron-LM's older layers say it."""
+"""The same mark under the name that Megatron-LM's older layers give it."""
 ALL_REDUCED = TensorAttribute[bool]("allreduce")
 """False on the weights of experts: DeepSpeed reduces their gradients over another group (moe/utils.py)."""
 EXPERT_GROUP_NAME = TensorAttribute[str]("group_name")
@@ -27,7 +27,7 @@ ZERO_GROUP = TensorAttribute[dist.ProcessGroup]("ds_zero_partition_process_group
 
 
 def expert_group_name(topology: Topology) -> str:
-    """As DeepSpeed forms it: its end is read as a number (utils/groups.py, _get_max_expert_size)."""
+    """The name as DeepSpeed forms it, which reads its end as a number (utils/groups.py, _get_max_expert_size)."""
     return f"ep_size_{topology.size('ep', 'etp')}"
 
 
@@ -74,9 +74,9 @@ def _mark(parameter: nn.Parameter, placement: Placement, topology: Topology, zer
 
 
 def equalise_copies(model: nn.Module, topology: Topology) -> None:
-    """Give ranks that hold the same weight outside of the data axes the first one's values; DeepSpeed does the rest.
+    """Broadcast weights that ranks along other axes than data hold alike; DeepSpeed does so along the data axes.
 
-    Where zero.Init has sharded a weight, this rank's part of it is what others hold alike.
+    If zero.Init has sharded a weight, this rank's part of it is broadcast.
     """
     for parameter in model.parameters():
         axes = tuple(axis for axis in placement_of(parameter).copied if topology.size(axis) > 1)

@@ -44,7 +44,7 @@ def from_pretrained(auto_class: Any, folder: str | os.PathLike[str], config: Any
 def with_empty_parts(model: Any, ds_config: Config) -> None:
     """Give ``model``, on the meta device, this rank's parts on its NPU, whose weights have no defined values.
 
-    The process group is there. Every rank calls it at the same time.
+    The process group has to exist. Every rank calls it at the same time.
     """
     device = get_accelerator().current_device_name()
     if "ds_npu" in ds_config:

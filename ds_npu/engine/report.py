@@ -85,7 +85,7 @@ def feature_report() -> list[FeatureRow]:
     features = {feature.key: feature for feature in FEATURES}
     rows = [(key, features[key].unmet(default)) for key, default in DsNpuConfig()]
     if capability.torch_npu_state().usable:
-        # What some NPUs have, and others do not.
+        # Features of some NPUs only.
         rows.append(("moe.dispatcher fused", features["moe"].unmet(MoeSection(dispatcher="fused"))))
         rows.append(("swap.compress", features["swap"].unmet(SwapSection(activations=True, compress=True))))
     return rows

@@ -20,12 +20,12 @@ KEYS: dict[Axis, str] = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 
 
 def agree_on_first_batch(model: nn.Module, topology: Topology, chosen: Callable[[], None]) -> None:
-    """Let all ranks agree on what they must before the first forward of ``model``, which all of them call together.
+    """Let the first forward of ``model``, which all ranks call together, compare batches and choose an algorithm.
 
     It raises RuntimeError where ranks that share samples were given other tensors. Context ranks share them if ds_npu
-    divides the sequences; else the script gives each of them other tokens. A context algorithm that is to be chosen is
-    chosen before the first forward that divides them, which generation with a cache does not; ``chosen`` is called
-    behind that.
+    divides the sequences; else the script gives each of them other tokens. A context algorithm that is still open is
+    chosen before the first forward that divides sequences, which generation with a cache does not do; then ``chosen``
+    is called.
     """
     axes = [axis for axis in shared_axes(model, topology) if axis != "pp"]
     if not axes:
@@ -63,7 +63,7 @@ def _sizes(args: Any, kwargs: Mapping[str, Any]) -> tuple[int, int]:
 def agree_before_stages(
     model: nn.Module, topology: Topology, batch: Any, micro_batch: Mapping[str, Any], chosen: Callable[[], None]
 ) -> None:
-    """The same for a model in pipeline stages, whose forwards do not begin together, before its first batch."""
+    """Do the same before the first batch of a model in pipeline stages, whose forwards do not begin together."""
     mine = [_described(leaf) for leaf in _tensors(batch)]
     for axis in shared_axes(model, topology):
         _compare(mine, axis, topology)

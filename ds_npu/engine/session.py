@@ -73,7 +73,7 @@ def open_session(config: Config, stages: int | None = None) -> Session:
         plan = CommunicatorPlan(degrees, config, section.hccl)
 
         def options(ranks: tuple[int, ...], name: str) -> Any:
-            """Options that the config sets, and a buffer for the largest message that it tells of."""
+            """HCCL's options for a group: those of the config, and a buffer for the largest message by the config."""
             return hccl_options(plan.options(ranks, name)) if dist.get_backend() == "hccl" else None
 
         _topologies[key] = Topology(degrees, options)
@@ -91,7 +91,7 @@ def use_own_device(arguments: Any = None) -> None:
     index, source = _own_index(arguments)
     accelerator = get_accelerator()
     if accelerator.device_name() == "npu":
-        # It imports torch_npu.
+        # Imported here, since it imports torch_npu.
         from ds_npu.accelerator.npu_accelerator import check_own_device
 
         check_own_device(index, source)

@@ -34,9 +34,9 @@ EXPERT_REMEDY = (
 def protect_shards(model: nn.Module, topology: Topology) -> bool:
     """Protect the weight shards of ``model``, if features have sharded it; returns whether it has protected ones.
 
-    Whoever reads a weight that tensor ranks share as a module's attribute within a forward of ``model`` gets the whole
-    weight; experts are not gathered. Layers that a user put into a model know their own shards, which are not
-    protected, and PEFT computes with experts that it adapts.
+    Within a forward of ``model``, reading a weight that tensor ranks share as a module's attribute gives the whole
+    weight; experts are not gathered. Not protected are the shards of layers that a user put into a model, which know
+    them, and experts that PEFT adapts and computes with.
     """
     if EXPERTS_INSTALLED.get(model):
         for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as the parts of ds_npu's engines extend it."""
+"""The base class of the parts of ds_npu's engines."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class TopologyEngine(DeepSpeedEngine):  # type: ignore[misc]
         """Let a transaction save what this rank has in a checkpoint."""
 
     def factor_of_gradients(self) -> float | None:
-        """The factor by which gradients are multiplied behind a backward: 1, but in stages."""
+        """The factor by which gradients are multiplied after a backward: 1, except in pipeline stages."""
         return 1.0

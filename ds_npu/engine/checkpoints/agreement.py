@@ -1,6 +1,6 @@
-"""Agreement of all ranks on how a save goes: by collectives in the script's thread, by the store in another one.
+"""Agreement of all ranks on a save's outcome: by collectives on the script's thread, by the store on another one.
 
-A thread of its own may not call collectives of the groups that training uses.
+Another thread must not call collectives of the groups that training uses.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch._C._distributed_c10d import Store
 
 LONGEST_PAUSE_S = 0.5
 LEAVING_S = 60.0
-"""How long the rank that may hold the store waits for the others to leave it."""
+"""How long rank 0, whose process may hold the store, waits for the others to leave the agreement."""
 
 
 class RankAgreement(Protocol):
-    """All ranks' calls meet, in the same order on each."""
+    """Calls that all ranks make together, in the same order."""
 
     def gather(self, mine: Any) -> list[Any]:
-        """Each rank's ``mine``, which JSON has."""
+        """Gather ``mine``, a value that JSON can hold, from all ranks; returns the values by rank."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -63,7 +63,7 @@ class StoreAgreement:
         self.gather(None)
 
     def leave(self) -> None:
-        """End the agreement: rank 0, whose process may hold the store, goes last."""
+        """End the agreement; rank 0, whose process may hold the store, waits for the others."""
         self._store.add(f"{self._name}/left", 1)
         if self._rank == 0:
             self._wait(f"{self._name}/left", time.monotonic() + LEAVING_S)

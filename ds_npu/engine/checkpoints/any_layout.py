@@ -1,6 +1,6 @@
 """DeepSpeed's checkpoints load at any layout: other sizes of all axes, other stages of ZeRO, another cut into stages.
 
-DeepSpeed (0.19.8) loads a checkpoint where it was written: each rank reads its own files. Here every rank also
+DeepSpeed (0.19.8) loads a checkpoint at the layout that wrote it: each rank reads its own files. Here every rank also
 writes a manifest of them (``ds_npu.checkpoint.manifest``). Where this run's layout differs, each rank reassembles the
 content of its own files from those of all ranks, and gives it to DeepSpeed's loading.
 
@@ -45,13 +45,13 @@ T = TypeVar("T")
 
 
 class AnyLayoutCheckpoints(TopologyEngine):
-    """How an engine writes what its checkpoints hold, and loads one of another layout; every rank calls it together."""
+    """An engine that also loads checkpoints of other layouts, by manifests that it writes; all ranks call it."""
 
     allowed_files: AllowedFilesEngine | None = None
-    """DeepSpeed's checkpoint engine in ds_npu's form; None where the config asks for another one of DeepSpeed's."""
+    """The checkpoint engine in use; None where the config asks for another one than DeepSpeed's default."""
 
     def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, of a checkpoint of any layout.
+        """As DeepSpeed's, for a checkpoint of any layout.
 
         Raises CheckpointError, on every rank the same, for one whose files are not all there, whose weights are not
         those of the model, or whose optimizer's state has other shapes.
@@ -90,7 +90,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         return self._load_reassembled(written, asked, load_dir)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's; of a PipelineModule, which it reads from files of layers, from what was put together."""
+        """As DeepSpeed's; a reassembled PipelineModule is loaded from ``checkpoint``, not from files of layers."""
         if self.reassembled is None or not isinstance(self.module, PipelineModule):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
         else:
@@ -110,7 +110,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         plain = self.checkpoint_engine
         self.checkpoint_engine = Overlaid(plain, load=lambda *args, **kwargs: state)
         if partitions_alone:
-            # Else DeepSpeed reads weights by itself; that no state is loaded, WeightsOnly sees to.
+            # Else DeepSpeed would read the weights by itself; WeightsOnly prevents that it loads states.
             asked = asked._replace(load_optimizer_states=True)
         try:
             return super().load_checkpoint(load_dir, str(written.folder.relative_to(load_dir)), *asked)
@@ -119,7 +119,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
             self.reassembled = None
 
     def _load_own_files(self, folder: Path, load_dir: Any, tag: str | None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's load of the files that this rank would have written, which are read before it begins."""
+        """Let DeepSpeed load this rank's own files; all are read, and so verified, before it changes anything."""
         engine = self.allowed_files
         if engine is None:
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)
@@ -175,7 +175,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         names: list[str] = super()._get_all_ckpt_names(folder, tag)
         if self.load_universal_checkpoint() or not WrittenCheckpoint(Path(folder, str(tag))).has_manifests:
             return names
-        # Of the same name there may have been a checkpoint of more ranks.
+        # An earlier checkpoint of the same name may have had more ranks.
         own = {self._get_ckpt_name(folder, tag, f"{rank:02d}") for rank in range(self.mp_world_size)}
         return [name for name in names if name in own]
 
@@ -185,7 +185,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
         return [self.reassembled[ZERO]] * self.seq_dp_world_size
 
     def _is_layout_of(self, written: WrittenCheckpoint) -> bool:
-        """Whether all ranks find in ``written`` what they would have written."""
+        """Whether ``written`` has on all ranks the manifest that the rank itself would have written."""
 
         def is_mine() -> bool:
             theirs = written.manifest(dist.get_rank())
@@ -203,12 +203,12 @@ class AnyLayoutCheckpoints(TopologyEngine):
         """The content of this rank's files; raises CheckpointError on every rank if one cannot read its part."""
         has_any = has_experts(self.module)
         if has_any:
-            # Wherever the experts of the former run were, those of this one begin in the plain order.
+            # The experts of this run begin in the plain order, wherever the former run had them.
             expert_maps = state_of_maps(self.module, self.topology)
             restore_maps(self.module, None, self.topology)
         made: list[State] = []
         try:
-            # Nothing of it is sent to the other ranks.
+            # The state goes to ``made``: what the lambda returns is sent to all ranks.
             _on_every_rank(lambda: made.append(Reassembly(self, written, partitions_alone).state()))
             logger().info("%s: %s bytes of files were read", written.folder, f"{written.bytes_read:,}")
         except CheckpointError:
@@ -237,7 +237,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
 
     @property
     def has_manifests(self) -> bool:
-        """Whether it is known what weights are where in the files that this engine saves."""
+        """Whether it is known where each weight is in the files that this engine saves."""
         return not isinstance(self.module, PipelineModule) or has_known_files(self.module)
 
     @property
@@ -255,7 +255,7 @@ def _prepare_own_files(engine: AnyLayoutCheckpoints, files: AllowedFilesEngine, 
 
 
 def _names_of_shared(model: nn.Module) -> dict[str, list[str]]:
-    """For each name of a weight that has several all of them."""
+    """All names of a weight that has several, by each of its names."""
     names: dict[int, list[str]] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(weight), []).append(name)
@@ -263,7 +263,7 @@ def _names_of_shared(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _folder_of(load_dir: Any, tag: str | None, file: str) -> Path | None:
-    """The folder that ``tag`` or ``file`` names; None where DeepSpeed says that there is none. Every rank calls it."""
+    """The folder that ``tag``, or else ``file``, names; None without either. Every rank calls it."""
 
     tags = _on_every_rank(lambda: name_in(Path(load_dir, file)) if tag is None else tag)
     if len(set(map(str, tags))) > 1:
@@ -297,7 +297,7 @@ def _check_files(engine: Any, folder: Path, with_states: bool, written: WrittenC
     """Raise CheckpointError where DeepSpeed cannot read ``folder`` with the layout of ``engine``.
 
     DeepSpeed (0.19.8) fails there with a bare assertion, or after it has written to the model. ``with_states``: it
-    reads the optimizer's, too. ``written``: the checkpoint by its manifests, if it has any.
+    reads the optimizer's files, too. ``written``: the checkpoint as its manifests describe it, if it has any.
     """
     models = {path.name for path in folder.glob("*mp_rank_*_model_states.pt")}
     states = {path.name for path in folder.glob("*zero_pp_rank_*_optim_states.pt")}

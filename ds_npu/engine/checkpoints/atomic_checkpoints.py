@@ -57,9 +57,9 @@ class AtomicCheckpoints(TopologyEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's; raises RuntimeError on every rank where one cannot write, with earlier checkpoints untouched.
+        """As DeepSpeed's; raises RuntimeError on all ranks where one cannot write, with earlier checkpoints untouched.
 
-        Behind training, the next step, save or load raises it.
+        The error of a save behind training is raised by the next step, save or load.
         """
         self.finish_saving()
         plain = self.checkpoint_engine
@@ -82,7 +82,7 @@ class AtomicCheckpoints(TopologyEngine):
                 behind.forget_unbegun()
 
     def put_own_files(self, transaction: CheckpointTransaction, save_dir: str, tag: str) -> None:
-        """Let ``transaction`` save what this rank has in a checkpoint, without a word with other ranks."""
+        """Let ``transaction`` save this rank's files of a checkpoint, without communication between ranks."""
         with self._saving_by(transaction):
             if self._optimizer_has_ckpt_event_prologue():
                 self.optimizer.checkpoint_event_prologue()
@@ -94,7 +94,10 @@ class AtomicCheckpoints(TopologyEngine):
 
     @contextmanager
     def _saving_by(self, transaction: CheckpointTransaction) -> Iterator[None]:
-        """Within it DeepSpeed saves by ``transaction``, and state that is brought to the host goes to its snapshot."""
+        """Within the block DeepSpeed saves by ``transaction``.
+
+        State that is moved to the host goes to the transaction's snapshot.
+        """
         plain = self.checkpoint_engine
         self.checkpoint_engine = transaction
         bucketed = None if self.optimizer is None else BUCKETED.get(self.optimizer)
@@ -108,17 +111,17 @@ class AtomicCheckpoints(TopologyEngine):
                 bucketed.state.snapshot = None
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """False: DeepSpeed asks it in saves and loads alone, to copy swapped files, whose content is in the rank's own.
+        """False, so that DeepSpeed's saves and loads copy no swapped files: the rank's own file has their content.
 
-        See ``ds_npu.zero_ext.swapped_states``.
+        Nothing else asks it. See ``ds_npu.zero_ext.swapped_states``.
         """
         return False
 
     def copy_to_peers(self, folder: Path, steps: int) -> str:
         """Keep copies of this rank's files in memory, and in a peer's, from now on; says so in a line.
 
-        ``steps``: the most optimizer steps that are repeated when ranks die. Raises ValueError where files are missing
-        in them. Every rank calls it.
+        ``steps``: the most optimizer steps that are repeated when ranks die. Raises ValueError in a world of one rank,
+        and with the optimizer on NVMe. Every rank calls it.
         """
         if dist.get_world_size() == 1 or super().zero_nvme_offload_optimizer():
             why = "a world of one rank" if dist.get_world_size() == 1 else "zero_optimization.offload_optimizer on NVMe"
@@ -154,7 +157,7 @@ class AtomicCheckpoints(TopologyEngine):
             copy()
 
     def _write_own_scripts(self, folder: str) -> None:
-        """Put scripts in the place of DeepSpeed's, which would put shards together in a wrong way."""
+        """Write scripts in place of DeepSpeed's, which would join shards wrongly."""
         axes: tuple[Axis, ...] = ("tp", "pp", "ep", "etp")
         found = [f"{NAMES[axis]} {self.topology.size(axis)}" for axis in axes if self.topology.size(axis) > 1]
         for name in RECOVERY_SCRIPTS:

@@ -28,7 +28,7 @@ from ds_npu.log import logger
 from ds_npu.memory.host_snapshot import HostSnapshot
 
 SIGNAL_WAIT_S, END_WAIT_S = 20.0, 300.0
-"""How long a process that ends waits for the files of other ranks: after a SIGTERM or the end of a rank, and else."""
+"""How long a process that ends waits for the files of other ranks: after a SIGTERM or a rank's end, and otherwise."""
 RANKS_GONE = (
     "What was saved there before is as it was. What to do: find the rank that ended first; start again with what "
     "latest names there, or with newer copies where a message of ds_npu.checkpoint.peer_copies names them"
@@ -73,9 +73,9 @@ RUNNING: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
 
 
 def are_saved_in(folder: Path) -> bool:
-    """Wait for saves of this process to ``folder`` or a folder in it; whether all of them are on the disk.
+    """Wait for this process's saves to ``folder`` or a folder in it; return whether all of them are on the disk.
 
-    What they fail with the next optimizer step raises.
+    The next optimizer step raises the error of a save that has failed.
     """
     inside = [each for each in RUNNING if each.folder is not None and each.folder.is_relative_to(folder.absolute())]
     return all(each.is_saved() for each in inside)
@@ -111,7 +111,7 @@ class BackgroundSaves:
         self._thread.start()
 
     def forget_unbegun(self) -> None:
-        """Drop the snapshot of a save that ended before it was to be written."""
+        """Drop the snapshot of a save that has failed before its thread began."""
         if self._thread is None:
             self.snapshot.release()
 
@@ -122,7 +122,7 @@ class BackgroundSaves:
         return self._error is None
 
     def before_step(self) -> None:
-        """Let the device keep the optimizer step behind the snapshot; raise what a save has ended with."""
+        """Let the device finish the snapshot before the optimizer step; raise the error of a save that has failed."""
         self.snapshot.hold_back()
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
@@ -153,7 +153,7 @@ class BackgroundSaves:
         self._end(is_hurried=True)
 
     def _end(self, is_hurried: bool = False) -> None:
-        """Wait at the end of the process; its error has nobody else to go to."""
+        """Wait for the save at the end of the process, and log its error, which no call can raise any more."""
         if self._thread is not None:
             if self._agreement is not None:
                 ended_by = getattr(sys, "last_value", None)

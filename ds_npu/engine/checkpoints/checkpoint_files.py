@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint files get their names together or not at all, and every rank says why not.
+"""A save gives all files of a DeepSpeed checkpoint their final names, or none; each rank then raises the reason.
 
 DeepSpeed writes each file under its final name and ``latest`` after them; a rank that cannot write raises, and the
 others wait for it (DeepSpeed 0.19.8 runtime/engine.py, save_checkpoint). A full disk thereby costs the checkpoint that
@@ -111,7 +111,7 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
     def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
         """Do ``action``, which writes ``path``, unless something has failed already; keep the reason if it fails.
 
-        The partial file is kept until all ranks know: another rank may ask for the reason, too.
+        The partial file is kept until all ranks know: another rank may still look whether the disk is full.
         """
         if self.failure is not None:
             return
@@ -131,10 +131,10 @@ class CheckpointTransaction(TorchCheckpointEngine):  # type: ignore[misc]
             self._lock = None
 
     def _remove_older(self, folder: Path) -> None:
-        """Remove files of an earlier checkpoint of the same name, which other ranks or another layout had.
+        """Remove files that an earlier checkpoint of the same name had of other ranks, or at another layout.
 
-        All of the new one have their names by now. Files that cannot be removed
-        are left: no load of the new one reads them.
+        All files of the new one have their final names by now. Files that cannot
+        be removed are left: no load of the new one reads them.
         """
         names = self._agreement.gather([each.name.removesuffix(UNFINISHED) for each in self.unfinished])
         new = {name for each in names for name in each}
@@ -172,9 +172,9 @@ def _write_text(text: str, path: Path) -> None:
 
 
 class FolderLock:
-    """The right of one run to save one checkpoint: another run that saves to the same folder at a time is refused.
+    """A lock that a run holds while it saves a checkpoint: another run that saves the same one gets an OSError.
 
-    The system takes it from a process that dies.
+    The system releases it when the process dies.
     """
 
     def __init__(self, path: Path) -> None:

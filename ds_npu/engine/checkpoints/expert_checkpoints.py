@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoints of a model whose experts are on ranks: dense weights as ever, experts in files of their own.
 
-DeepSpeed (0.19.8) writes what the first data rank holds, which has some of the experts only, and knows other files for
-experts of its own layers alone (runtime/engine.py, _save_moe_checkpoint). Here rank r of the n expert ranks writes
+DeepSpeed (0.19.8) writes what the first data rank holds, which has only some of the experts, and files of experts only
+for layers of its own (runtime/engine.py, _save_moe_checkpoint). Here rank r of the n expert ranks writes
 ``experts_rank_r_of_n_model_states.pt``: its experts' weights and, without ZeRO, the state of their optimizer. Under
 ZeRO 3 each rank's file holds all it has, as without experts.
 """
@@ -26,12 +26,12 @@ from ds_npu.parallel.runtime.placement import has_experts, placement_of
 MODULE, OPTIMIZER = "module", "optimizer"
 """Keys of DeepSpeed's files."""
 LAYOUT = "ds_npu_expert_ranks"
-"""The key of a dense file that says over how many ranks, along ep and etp, experts were."""
+"""The key, in a dense file, of the numbers of ranks along ep and etp over which experts were sharded."""
 STATE, GROUPS = "state", "param_groups"
 INNER = "optimizer_state_dict"
-"""The key of it in that of DeepSpeed's optimizers for 16 bits."""
+"""The key of the inner optimizer's state dict in that of DeepSpeed's 16-bit optimizers."""
 MASTERS = ("fp32_groups", "fp32_groups_flat")
-"""Keys of float32 weights by group in the same state dict."""
+"""Keys of the float32 weights, by group, in the state dict of DeepSpeed's 16-bit optimizers."""
 OF_EXPERTS = "moe"
 """DeepSpeed's mark on a parameter group of experts."""
 
@@ -49,19 +49,22 @@ class ExpertCheckpoints(TopologyEngine):
 
     @joint("engine.save_checkpoint")
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """DeepSpeed's, and the files of experts."""
+        """As DeepSpeed's; the files of experts are written, too."""
         self.expert_maps = state_of_maps(self.module, self.topology)
         with self._without_moe_of_deepspeed():
             return bool(super().save_checkpoint(*args, **kwargs))
 
     def put_own_files(self, *args: Any, **kwargs: Any) -> None:
-        """This rank's files, and those of experts; every rank calls it, since loads of experts are summed."""
+        """Save this rank's files, its experts' too.
+
+        Every rank calls it, since the loads of experts are summed over ranks.
+        """
         self.expert_maps = state_of_maps(self.module, self.topology)
         with self._without_moe_of_deepspeed():
             super().put_own_files(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
+        """As DeepSpeed's; raises ValueError for a checkpoint whose experts cannot be put on this run's ranks."""
         if not self.has_experts:
             return super().load_checkpoint(*args, **kwargs)
         plain = self.checkpoint_engine
@@ -83,7 +86,7 @@ class ExpertCheckpoints(TopologyEngine):
     def _common_checkpoint_state(self, module_state_dict: State, *args: Any) -> State:
         state: State = super()._common_checkpoint_state(module_state_dict, *args)
         if stages_in(self.module) and self.topology.size("ep", "etp") > 1:
-            # A stage without experts, too: DeepSpeed reads its file on the ranks of all stages.
+            # Also for a stage without experts: the ranks of all stages read its file in DeepSpeed.
             state[LAYOUT] = self.layout
         if self.has_experts:
             state |= {LAYOUT: self.layout, EXPERT_MAP: self.expert_maps}
@@ -109,7 +112,7 @@ class ExpertCheckpoints(TopologyEngine):
         return folder / f"experts_{stage}rank_{rank:03d}_of_{ranks:03d}_model_states.pt"
 
     def _load_merged(self, plain: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Load the file at ``path``, and with a dense one the states in this rank's file of experts."""
+        """Load the file at ``path``; into a dense one, merge the content of this rank's file of experts."""
         dense = plain.load(path, *args, **kwargs)
         if not isinstance(dense, dict) or MODULE not in dense or dense.get(REASSEMBLED):
             return dense
@@ -165,10 +168,10 @@ class ExpertCheckpoints(TopologyEngine):
 
 
 def _part_of(optimizer: State | None, of_experts: bool) -> State | None:
-    """The state dict of an optimizer with the states of experts' groups only, or of all others'.
+    """The state dict of an optimizer with the states of experts' groups only, or of the other groups only.
 
-    An optimizer of torch has the states of parameters by their index in its groups. DeepSpeed's for 16 bits without
-    ZeRO (0.19.8 runtime/fp16/) has around that of its inner optimizer the float32 weights, by group.
+    torch's optimizers keep states by the parameter's index in the groups. DeepSpeed's 16-bit optimizers without ZeRO
+    (0.19.8 runtime/fp16/) put the state dict of the inner optimizer next to the float32 weights, by group.
     """
     if optimizer is None:
         return None

@@ -1,8 +1,8 @@
-"""DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` of weights that ds_npu shards: the whole, as their names say.
+"""DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` for weights that ds_npu shards: of the whole weight.
 
 DeepSpeed (0.19.8, utils/tensor_fragment.py) puts together what ZeRO has partitioned, which on a tensor or expert rank
-is that rank's shard. Here the shards of all ranks along the axes that shard a weight are gathered, too, and of a value
-that is set each rank takes its shard. As with ZeRO 3 in DeepSpeed, all ranks call these functions for the same weight.
+is that rank's shard. Here the shards of all ranks along the axes that shard a weight are gathered, too; of a value to
+be set, each rank takes its shard. As with ZeRO 3 in DeepSpeed, all ranks call these functions for the same weight.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ class Grid:
     topology: Topology
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # A weight read from a file is none of this world.
+        return type(None), ()  # A weight that is read from a file has no grid.
 
 
 GRID = TensorAttribute[Grid]("ds_npu_grid")
 
 
 def know_grid(model: nn.Module, topology: Topology) -> None:
-    """Tell each sharded weight of ``model`` over whose ranks it is gathered."""
+    """Note on each sharded weight of ``model`` the topology over whose ranks it is gathered."""
     for weight in model.parameters():
         if placement_of(weight).sharded:
             GRID.set(weight, Grid(topology))
 
 
 def getting_full(original: Function) -> Function:
-    """In place of a function of a weight that returns a value of its shape, or None."""
+    """Replace a function that returns a value of a weight's shape, or None; the whole weight's is returned."""
 
     @functools.wraps(original)
     def get(param: nn.Parameter, *args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -58,7 +58,7 @@ def getting_full(original: Function) -> Function:
 
 
 def setting_full(original: Function) -> Function:
-    """In place of a function of a weight and a value of its shape."""
+    """Replace a function that sets a value of a weight's shape; the value given is the whole weight's."""
 
     @functools.wraps(original)
     def set_value(param: nn.Parameter, value: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ def setting_full(original: Function) -> Function:
 
 
 def updating_full(original: Function) -> Function:
-    """In place of a function of weights, and of a function from the gradient of one and itself to another gradient."""
+    """Replace a function that applies ``update_func`` to the gradient of each weight; it gets whole gradients."""
 
     @functools.wraps(original)
     def update(param_list: list[nn.Parameter], update_func: Function) -> None:
@@ -83,7 +83,7 @@ def updating_full(original: Function) -> Function:
 
 
 def link_every_group(optimizer: Any) -> None:
-    """Let ZeRO 1 and 2 tell weights of every parameter group where their state is.
+    """Let ZeRO 1 and 2 link the weights of every parameter group to their optimizer state.
 
     DeepSpeed does so once, when the first of several groups has been stepped and the others have no state.
     """
@@ -102,7 +102,7 @@ def link_every_group(optimizer: Any) -> None:
 
 
 def whole_of(param: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-    """The whole of which ``part``, of the shape of this rank's shard of ``param``, is this rank's."""
+    """Gather the whole value of which ``part`` is this rank's shard, sharded as ``param`` is."""
     topology = _grid(param)
     with allow_shard_access(), torch.no_grad():
         whole = local_shard(part)

@@ -14,12 +14,12 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 
 def has_known_files(module: Any) -> bool:
-    """Whether it is known where the weights of ``module`` are in its files: each rank has one run of layers."""
+    """Whether it is known where the weights of ``module`` are in its files: if each rank writes one run of layers."""
     return not isinstance(module, DualPipeVModule) and not getattr(module, "checkpoint_parallel_write_pipeline", False)
 
 
 def states_of(engine: Any) -> dict[str, Any]:
-    """The weights and persistent buffers of this rank, by name; an engine of a PipelineModule would save them."""
+    """This rank's weights and persistent buffers by name; module_state_dict() of a PipelineEngine would save them."""
     is_pipeline = isinstance(engine.module, PipelineModule)
     found: dict[str, Any] = engine.module.state_dict(keep_vars=True) if is_pipeline else engine.module_state_dict()
     return found

@@ -1,4 +1,4 @@
-"""The files of swapped states that DeepSpeed alone adds to a checkpoint (``offload_optimizer`` "nvme")."""
+"""The files of swapped states that DeepSpeed without ds_npu adds to a checkpoint (``offload_optimizer`` "nvme")."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ds_npu.checkpoint.files import CheckpointError
 from ds_npu.zero_ext.swapped_states import swapped_masters
 
 OFFLOADED = "offloaded_tensors"
-"""The folder of them in a checkpoint, with one folder for each rank."""
+"""The folder of these files in a checkpoint, with one folder for each rank."""
 OF_MASTER = re.compile(r"(\d+)_\d+\.tensor\.swp")
-"""The name of a master's file, by the numbers of the first and the last weight; of a moment's with its key before."""
+"""The name of a master's file, with the numbers of its first and last weight; a moment's has its key in front."""
 MOMENTUM = "momentum_buffer"
-"""Muon's, which a key of DeepSpeed's keeps in memory."""
+"""The key of Muon's momentum, which a setting of DeepSpeed keeps in memory."""
 
 
 def put_offloaded(engine: Any, folder: Path, state: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ def put_offloaded(engine: Any, folder: Path, state: dict[str, Any]) -> None:
     states = state[OPTIMIZER_STATE_DICT]["state"]
     known = swapped_masters(optimizer)
     of_all = optimizer.fp32_partitioned_groups_flat
-    # DeepSpeed counts the weights of all models in a process.
+    # DeepSpeed numbers the weights of all models in a process: only the order of the names is known.
     found = [(int(match[1]), each.name) for each in files.iterdir() if (match := OF_MASTER.fullmatch(each.name))]
     if len(found) != len(known) or len(masters) != len(of_all):
         raise CheckpointError(

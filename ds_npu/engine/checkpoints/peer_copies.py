@@ -28,8 +28,8 @@ from ds_npu.memory.host_snapshot import HostSnapshot
 
 KEY = "ds_npu.checkpoint.peer_copies"
 FILE, COMPLETE, TOKEN, WHOLE, FAILED = "file", "complete", "token", "whole", "failed"
-"""Kinds of messages: one file; the end of a rank's files; a token that each rank passes on; news that all have the
-copy, and that a rank could not make its own."""
+"""Kinds of messages: one file; the end of a rank's files; a token that each rank passes on; news that all ranks have
+the copy; news that a rank could not make its own."""
 GONE_RANK = (
     "%s: rank %s is gone. The other ranks write the copies in their memory, at most %s steps old, to %s. A new start "
     "loads them; where a rank and the rank that held its copy are both gone, it loads what latest named before"
@@ -46,7 +46,7 @@ COULD_NOT = (
 MOST_TEXT = 2000
 """Characters of an error that other ranks are told."""
 GENERATIONS = 2
-"""Copies that are kept, of which the older one is whole on all ranks."""
+"""How many copies are kept: the newest, and an older one that is whole on all ranks."""
 
 
 class CapturedFiles(CheckpointTransaction):
@@ -61,13 +61,13 @@ class CapturedFiles(CheckpointTransaction):
         pass
 
     def attempt(self, path: Path, action: Callable[[], object], needed: int = 0) -> None:
-        """Nothing: scripts that DeepSpeed adds to a checkpoint are no part of it."""
+        """Do nothing: scripts that DeepSpeed adds to a checkpoint are not copied."""
 
     def save(self, state_dict: Any, path: str) -> None:
         self.contents.append((Path(path), self.snapshot.of(state_dict)))
 
     def move_to(self, files: RankFiles) -> None:
-        """Make ``files`` of what was captured, the manifest last."""
+        """Move what was captured to ``files``, as bytes, the manifest last."""
         while self.contents:
             path, content = self.contents.pop(0)
             name = path.name
@@ -79,8 +79,8 @@ class CapturedFiles(CheckpointTransaction):
 class PeerCopies:
     """The copies of one engine's files. All ranks make it at the same time.
 
-    At most one copy is on its way. A token that goes around the ring twice says that all ranks have it: the first time
-    each rank passes it on when it has its own files and those that it holds, the second time all hear of it.
+    At most one copy is being sent. A token that goes around the ring shows that all ranks have it: each passes the
+    token on once it has its own files and those that it holds. A second round tells all ranks so.
     """
 
     def __init__(self, folder: Path, steps: int, device_type: str, classes: Sequence[AllowedClass]) -> None:
@@ -91,7 +91,7 @@ class PeerCopies:
         self._lock, self._saving = threading.Lock(), threading.Lock()
         self._own: list[RankFiles] = []
         self._held: list[RankFiles] = []
-        """Whole files of this rank, and of the rank whose holder it is: of one copy, or of two, the older one first."""
+        """All files of this rank, and of the rank whose holder it is, of one or two copies; the older copy is first."""
         self._arriving: RankFiles | None = None
         self._token, self._begun = "", ""
         """The tags of a token that waits here, and of the last one that rank 0 has made."""
@@ -113,11 +113,11 @@ class PeerCopies:
         )
 
     def before_step(self) -> None:
-        """Let the device keep the optimizer step behind the snapshot."""
+        """Let the device finish the snapshot before the optimizer step."""
         self._snapshot.hold_back()
 
     def after_step(self, engine: Any) -> None:
-        """Take a copy where it is time for one; the one before has to be whole by then.
+        """Take a copy where it is time for one, after a wait until the one before is whole on all ranks.
 
         Raises RuntimeError on all ranks where one of them could not make its copy.
         """
@@ -147,7 +147,10 @@ class PeerCopies:
         self._thread.start()
 
     def close(self) -> None:
-        """End in order: nobody takes this rank for gone. Where another one is, what is held is saved first."""
+        """End in order, so that no rank takes this one for gone.
+
+        Where another one is gone, the copies are written first.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -159,7 +162,7 @@ class PeerCopies:
         atexit.unregister(self._end)
 
     def save_all(self) -> None:
-        """Write all files that this rank has, once; a copy that is known to be whole on all ranks comes first."""
+        """Write all files that this rank has, once; the older copy, which may alone be whole on all ranks, first."""
         self._is_over.set()
         with self._saving:
             with self._lock:
@@ -205,7 +208,7 @@ class PeerCopies:
         self._pass_on()
 
     def _receive(self, message: RingMessage) -> None:
-        """Take in a message of the rank whose holder this is."""
+        """Handle a message of the rank whose holder this is."""
         if message.kind == FAILED:
             self._hear_of_failure(message.fields["rank"], message.fields["text"])
             return
@@ -227,7 +230,10 @@ class PeerCopies:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        """Send the token on where this rank has all files of its copy; rank 0 makes it, and knows when it returns."""
+        """Send the token on if this rank has all files of the copy.
+
+        Rank 0 makes the token; once it returns there, all ranks have their files.
+        """
         with self._lock:
             tag = self._own[-1].tag if self._own else ""
             has_all = bool(tag) and bool(self._held) and self._held[-1].tag == tag
@@ -244,7 +250,7 @@ class PeerCopies:
             self._know_whole(self._begun)
 
     def _know_whole(self, tag: str) -> None:
-        """All ranks have the copy ``tag``: those before it are dropped, and the next ranks hear of it."""
+        """Drop the copies before ``tag``, which all ranks have, and tell the next rank so."""
         with self._lock:
             self._own = self._own[-1:]
             index = next((index for index, each in enumerate(self._held) if each.tag == tag), 0)
@@ -264,7 +270,7 @@ class PeerCopies:
             record.tell_of_an_end()
 
     def _end(self) -> None:
-        """At the end of the process: in order, or by an error that nobody has caught."""
+        """Close at the end of the process; after an error that nobody has caught, write the copies first."""
         if getattr(sys, "last_value", None) is not None and not isinstance(sys.last_value, KeyboardInterrupt):
             self.save_all()
         self.close()

@@ -1,7 +1,7 @@
 """A ring of connections over all ranks, each to a rank on another node where there is one: messages with files.
 
-Sockets of their own, and no communicator: they carry bytes while collectives run, from any thread, and a connection
-that ends without a farewell tells at once that the process at its other end is gone.
+The connections are sockets, not a communicator: they carry bytes while collectives run, from any thread, and one that
+ends without a farewell tells at once that the process at its other end is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 HEADER = struct.Struct("!IQ")
-"""Bytes of the JSON that follows, and of the file behind it."""
+"""The start of a message: the sizes in bytes of the JSON that follows, and of the file after the JSON."""
 MOST_JSON = 2**20
 KEEPALIVE_S = 10
 """Seconds without an answer after which the machine at the other end is taken for gone."""
@@ -33,7 +33,7 @@ GONE = "gone"
 
 @dataclass(frozen=True)
 class RingMessage:
-    """``data``, which belongs to the words of ``fields``; ``kind`` tells messages apart."""
+    """A message of one ``kind``: ``fields``, which JSON can hold, and ``data``, the bytes of a file."""
 
     kind: str
     fields: dict[str, Any]
@@ -51,7 +51,7 @@ def ring_order(hosts: Sequence[str]) -> list[int]:
 
 
 class PeerRing:
-    """This rank's two connections: to its holder, which gets its messages, and from the rank whose holder it is.
+    """This rank's two connections: to its holder, which receives its messages, and from the rank whose holder it is.
 
     All ranks make it at the same time. ``receive`` is called with each message, and ``gone`` with the rank that is
     gone, on a thread of the ring's.
@@ -86,7 +86,7 @@ class PeerRing:
         self._receiver.start()
 
     def send(self, message: RingMessage) -> None:
-        """Send ``message`` to the holder behind those that were given before; any thread may call it."""
+        """Queue ``message`` for the holder, after all earlier ones; any thread may call it."""
         self._outgoing.put(message)
 
     def leave(self) -> None:
@@ -104,7 +104,7 @@ class PeerRing:
                 self._out.sendall(HEADER.pack(len(text), len(message.data)) + text)
                 self._out.sendall(message.data)
             except OSError:
-                # Its own holder is told by the connection that it has to that rank.
+                # This rank's holder is gone: the holder of that one notices it by its own connection.
                 return
         with suppress(OSError):
             self._out.shutdown(socket.SHUT_WR)
@@ -162,7 +162,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytearray:
-    """``count`` bytes; raises ConnectionError, an OSError, where the connection ends before."""
+    """Read ``count`` bytes; raises ConnectionError, an OSError, where the connection ends before."""
     found = bytearray(count)
     view = memoryview(found)
     while len(view):

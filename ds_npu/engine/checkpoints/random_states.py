@@ -1,6 +1,6 @@
-"""Random states behind the load of another layout's checkpoint: ranks that share samples draw the same numbers again.
+"""Random states after the load of another layout's checkpoint: ranks that share samples draw the same numbers again.
 
-The Trainer, accelerate and scripts restore a file of random states for each rank, behind the load. At another layout
+The Trainer, accelerate and scripts restore a file of random states for each rank, after the load. At another layout
 the files of ranks that share samples now are those of ranks that did not, or there are fewer files than ranks.
 """
 
@@ -21,8 +21,8 @@ SHARING: tuple[Axis, ...] = ("tp", "cp", "pp")
 def align_behind_load(engine: TrainingEngine, layout: str) -> None:
     """Give ranks along the SHARING axes the generator states of the first of them when ``engine`` is called next.
 
-    ``layout``: that of the run which saved; where it is this run's, each rank keeps its own states. Other axes may
-    make the same files, as context ranks those of data ranks. The call is a forward or a ``train_batch``, which all
+    ``layout``: that of the run which saved; where it is this run's, each rank keeps its own states. The files do not
+    tell: context ranks write the same ones as data ranks. The call is a forward or a ``train_batch``, which all
     ranks make together.
     """
     undo: list[Undo] = []

@@ -24,7 +24,7 @@ from ds_npu.zero_ext.optimizer_layout import PLAIN, ZERO, OptimizerLayout
 
 State = dict[str, Any]
 REASSEMBLED = "ds_npu_reassembled"
-"""The key of a state that was put together, and has all that this rank's files would."""
+"""The key that marks a reassembled state, which has the content of all of this rank's files."""
 OF_PRECISION = (
     "loss_scaler",
     "dynamic_loss_scale",
@@ -35,7 +35,7 @@ OF_PRECISION = (
     "scale_factor",
     "scale_window",
 )
-"""Keys of DeepSpeed's optimizers that go over as they are, where both have them."""
+"""Keys in state dicts of DeepSpeed's optimizers whose values are copied as they are, where both runs have them."""
 
 
 class Reassembly:
@@ -61,7 +61,7 @@ class Reassembly:
         self.names = written.plain_weights().keys()
 
     def state(self) -> State:
-        """All files as one: of the model, with the run's counters, and of the optimizer."""
+        """The content of all files in one dict: the model's, with the run's counters, and the optimizer's."""
         found = self.written.model_state()
         theirs = self.written.of_optimizer((ZERO, PLAIN), OF_PRECISION)
         found |= {
@@ -103,13 +103,13 @@ class Reassembly:
         return found.view(unpartitioned_shape(weight))
 
     def _mine(self, weight: nn.Parameter, first: int = 0, numel: int | None = None) -> Selection:
-        """Elements of this rank's part of a weight."""
+        """The selection of ``numel`` elements, from ``first`` on, of this rank's part of a weight."""
         shards = placement_of(weight).sharded.items()
         ranks = [(sharding, self.engine.topology.rank(axis)) for axis, sharding in shards]
         return Selection(ranks, first, numel)
 
     def _fragments(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Under ZeRO 3, this rank's even part of each weight, or of those that are not trained, by name."""
+        """Under ZeRO 3, this rank's partition of each weight, by name; trained ones with ``partitions_alone`` only."""
         for name, weight in self.engine.module.named_parameters():
             if weight.requires_grad and numel_of(weight) > 0 and not self.partitions_alone:
                 continue
@@ -157,7 +157,7 @@ class Reassembly:
                 flat = own.setdefault(each, torch.zeros(flats[run.flat].shape, dtype=value.dtype))
                 flat.view(-1)[mine] = value
         if layout.values is not None:
-            # The lists are the optimizer's own.
+            # Copies, since the lists in the state dict are the optimizer's own.
             held = [[*each] if isinstance(each, list) else each for each in _at(found, layout.values)]
             _at(found, layout.values[:-1])[layout.values[-1]] = held
             for run in layout.runs.values():
@@ -168,7 +168,7 @@ class Reassembly:
             group.update({key: value for key, value in settings.get(index, {}).items() if key not in OF_RANKS})
 
     def _own_flats(self, found: State, layout: OptimizerLayout, names: Mapping[int, str]) -> list[torch.Tensor]:
-        """Tensors like the optimizer's, on the host; with its own values where the checkpoint has no weight."""
+        """Host tensors shaped as the optimizer's: zeros, or its own values where the checkpoint has no weight."""
         flats = [torch.zeros(each.shape, dtype=each.dtype) for each in layout.flats]
         if layout.values is not None:
             held = _at(found, layout.values)
@@ -185,7 +185,7 @@ def _at(found: Any, keys: Sequence[str | int]) -> Any:
 
 
 class Overlaid:
-    """The object ``plain``, some of whose attributes are ``others``."""
+    """Stands for the object ``plain``; the attributes in ``others`` replace its own."""
 
     def __init__(self, plain: object, **others: object) -> None:
         self.plain = plain

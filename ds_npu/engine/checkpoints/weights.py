@@ -30,7 +30,7 @@ class WholeWeights(TopologyEngine):
 
     @property
     def stages(self) -> int:
-        """The ranks over which the stages of the model are; 1 where each has all of it, and for a PipelineModule."""
+        """The number of ranks that hold stages of the model; 1 where each holds all of it, and for a PipelineModule."""
         return self.topology.size("pp") if stages_in(self.module) else 1
 
     @property
@@ -55,7 +55,7 @@ class WholeWeights(TopologyEngine):
             needed = gather is _gathered and self.topology.rank("pp") == 0
             if holders.dense is not None or holders.experts is not None or needed:
                 weights = whole_state_dict(self.module, holders, gather=gather)
-        # A rank that ends right after this has sent its part: on NPUs collectives are only queued when they return.
+        # On NPUs collectives are only queued when they return: a rank may end after this, and its part must be sent.
         get_accelerator().synchronize()
         return weights
 
@@ -96,7 +96,7 @@ class WholeWeights(TopologyEngine):
         return self.joint_calls.call(name) if holds_part else nullcontext()
 
     def _holders(self, every_rank: bool) -> Any:
-        """The ranks that gather the weights of each view; without ``every_rank`` those around global rank 0."""
+        """The ranks that gather the weights of each view; without ``every_rank`` only the groups of global rank 0."""
         from ds_npu.checkpoint.saving import Holders, ViewHolders
 
         topology, stages = self.topology, self.stages
@@ -107,7 +107,7 @@ class WholeWeights(TopologyEngine):
 
         held = Holders.tensor_ranks(topology.group(*dense), stages) if has_part(dense, ("pp", "dp", "cp")) else None
         experts: tuple[Axis, ...] = ("pp", "ep", "etp") if stages > 1 else ("ep", "etp")
-        # Of several stages, some may have none.
+        # Some of several stages may have no experts.
         has_any = has_experts(self.module) or (stages > 1 and topology.size("ep", "etp") > 1)
         if not has_any or not has_part(experts, ("pp", "edp")):
             return ViewHolders(held)
@@ -131,7 +131,7 @@ class WholeWeights(TopologyEngine):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """DeepSpeed's, with whole weights where this rank has a part of the model."""
+        """As DeepSpeed's, but of whole weights where this rank holds a part of the model."""
         final = Path(save_dir, save_filename)
         unfinished = Path(save_dir, f".{save_filename}.unfinished")
         if not self.is_sharded:
@@ -155,7 +155,7 @@ class WholeWeights(TopologyEngine):
         return self.is_sharded or bool(super().zero_gather_16bit_weights_on_model_save())
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
-        """DeepSpeed's, with whole weights where this rank has a part of the model."""
+        """As DeepSpeed's, but of whole weights where this rank holds a part of the model."""
         if not self.is_sharded:
             with self._on_all_ranks("the gathering of a model's weights"):
                 return super()._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint without the optimizer's state: what DeepSpeed leaves as it was is brought up to date.
+"""Loads a checkpoint's weights without the optimizer's state, and updates what DeepSpeed leaves as it was.
 
 DeepSpeed 0.19.8 (runtime/engine.py) leaves two things behind. Without ZeRO, ``load_optimizer_states=False`` loads the
 16-bit weights and keeps the float32 masters, which the next step writes back. Under ZeRO 3 ``load_module_only=True``
@@ -39,10 +39,10 @@ class Asked(NamedTuple):
 
 
 class WeightsOnly(TopologyEngine):
-    """How an engine loads weights alone; every rank calls it together."""
+    """An engine that loads weights alone; all ranks call it together."""
 
     def load_checkpoint(self, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; the masters are those of the weights that were loaded."""
+        """As DeepSpeed's; float32 masters are then refreshed from the weights that were loaded."""
         path, client_state = super().load_checkpoint(load_dir, tag, *args, **kwargs)
         has_masters = not self.zero_optimization() and hasattr(self.optimizer, "refresh_fp32_params")
         if path is not None and has_masters and Asked(*args, **kwargs).leaves_states_out:
@@ -50,7 +50,7 @@ class WeightsOnly(TopologyEngine):
         return path, client_state
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed's, and under ZeRO 3 the partitions in ``checkpoint``, while no weight is gathered."""
+        """As DeepSpeed's; under ZeRO 3 also copy the partitions in ``checkpoint``, while no weight is gathered."""
         super().load_module_state_dict(checkpoint, *args, **kwargs)
         partitions = checkpoint.get(PARTITIONS) or {}
         with torch.no_grad():
@@ -60,7 +60,7 @@ class WeightsOnly(TopologyEngine):
                     held.ds_tensor.copy_(partitions[name])
 
     def _load_zero_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """DeepSpeed's; False, after which DeepSpeed makes masters of the weights, where partitions were loaded."""
+        """As DeepSpeed's; False where partitions were loaded, so that DeepSpeed makes masters of the weights."""
         if self.reassembled is not None and PARTITIONS in self.reassembled:
             return False
         return bool(super()._load_zero_checkpoint(*args, **kwargs))

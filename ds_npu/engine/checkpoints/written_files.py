@@ -47,7 +47,7 @@ OF_RANKS = ("params", "name", "moe", "param_names")
 def manifest_of(engine: Any, folder: Path, leaves_out_frozen: bool = False) -> Manifest:
     """The manifest that this rank writes into ``folder``.
 
-    It names no places in the files of an optimizer whose layout is not known.
+    It names no positions in files where the layout of the module or of the optimizer is not known.
     """
     layout: OptimizerLayout | None = engine.optimizer_layout
     is_known = engine.has_manifests and (engine.optimizer is None or layout is not None)
@@ -119,7 +119,7 @@ class _Files:
         self.layers = layer_positions(engine, folder) if isinstance(engine.module, PipelineModule) else None
 
     def _position(self, name: str, file: str | None) -> tuple[str | None, tuple[str, ...]]:
-        """The file of a weight or buffer that this rank writes, and the way to it; ``file``: that of the model."""
+        """The file of a weight or buffer that this rank writes, and its path in it; ``file``: that of the model."""
         if self.layers is None:
             return file, (MODULE, name)
         return (self.layers[name][0], (self.layers[name][1],)) if name in self.layers else (None, ())

@@ -1,7 +1,7 @@
 """Replacements for names of accelerate and transformers, which count every process as a data rank.
 
-Some processes share samples. With DeepSpeed, accelerate is the Hugging Face Trainer's way to data. Read in accelerate
-1.15 and transformers 5.23.
+With ds_npu some processes share samples. Under DeepSpeed the Hugging Face Trainer reads its data through accelerate.
+Read in accelerate 1.15 and transformers 5.23.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def dispatcher_init(original: Function) -> Function:
 
 
 def called_as_data_rank(original: Function) -> Function:
-    """For a function that asks accelerate how many processes there are, or what all have, and means data ranks."""
+    """For a function that counts accelerate's processes, or gathers from all of them, and means data ranks."""
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -77,7 +77,10 @@ def called_as_data_rank(original: Function) -> Function:
 
 
 def split_between_processes(original: Function) -> Function:
-    """For a method that returns a context manager, within which processes are counted as ever."""
+    """For a method that returns a context manager: it splits inputs over data ranks.
+
+    Within its block processes are counted as ever.
+    """
 
     @contextmanager
     def split(args: Any, kwargs: Any) -> Iterator[Any]:
@@ -94,7 +97,7 @@ def split_between_processes(original: Function) -> Function:
 
 
 def fill_in_for_data_ranks(original: Function) -> Function:
-    """For transformers' method that fills in "auto" before there is an Accelerator."""
+    """For transformers' method that fills in "auto" before there is an Accelerator: it counts data ranks."""
 
     @functools.wraps(original)
     def filled_in(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -168,12 +171,12 @@ def data_rank_of(degrees: Degrees) -> int:
 
 
 _JOINED: ContextVar[Degrees | None] = ContextVar("_JOINED", default=None)
-"""The grid of whose data ranks accelerate's gather() joins the tensors; None: it joins those of all processes."""
+"""The grid over whose data ranks accelerate's gather() joins tensors; None: it joins over all processes."""
 
 
 @contextmanager
 def data_ranks_as_processes() -> Iterator[None]:
-    """Within it, accelerate's processes are the data ranks: how many, which one this is, and what is gathered."""
+    """Within the block, accelerate takes data ranks for its processes: in their number, its own index, and gathers."""
     degrees = None if _JOINED.get() else sharing_degrees()
     if degrees is None:
         yield
@@ -187,7 +190,7 @@ def data_ranks_as_processes() -> Iterator[None]:
 
 
 def gather_of_data_ranks(original: Function) -> Function:
-    """For accelerate's function that joins the tensors of all processes."""
+    """For accelerate's function that joins the tensors of all processes: with ``_JOINED``, once for each data rank."""
 
     @functools.wraps(original)
     def gathered(tensor: Any) -> Any:
@@ -202,7 +205,7 @@ def gather_of_data_ranks(original: Function) -> Function:
 
 
 def gather_objects_of_data_ranks(original: Function) -> Function:
-    """For accelerate's function that joins the lists of all processes."""
+    """For accelerate's function that joins the lists of all processes: with ``_JOINED``, once for each data rank."""
 
     @functools.wraps(original)
     def gathered(objects: Any) -> Any:
@@ -218,7 +221,7 @@ def gather_objects_of_data_ranks(original: Function) -> Function:
 
 
 def showing_data_ranks(degrees: Degrees, states: list[Any]) -> AbstractContextManager[None]:
-    """Within it, accelerate's ``states`` count the data ranks, and say which of them this process is."""
+    """Within the block, accelerate's ``states`` have the number of data ranks, and this process's data rank."""
     return _showing(states, degrees.dp, data_rank_of(degrees))
 
 
@@ -229,7 +232,7 @@ def _showing_processes(degrees: Degrees) -> AbstractContextManager[None]:
 def _states() -> list[Any]:
     from accelerate.state import AcceleratorState, PartialState
 
-    # The second is made of the first whenever it is asked for.
+    # AcceleratorState copies from PartialState whenever it is made.
     return [PartialState(), AcceleratorState()]
 
 
@@ -248,7 +251,7 @@ def _showing(states: list[Any], count: int, index: int) -> Iterator[None]:
 
 
 def _once(gathered: Any, degrees: Degrees) -> Any:
-    """Keep the tensors of one process for each data rank, of those that all processes have given."""
+    """Keep, of tensors that were ``gathered`` from all processes, those of one process for each data rank."""
     from accelerate.utils.operations import recursively_apply
 
     def of_data_ranks(whole: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ class Patch:
     parameters_of: str = ""
     """The function of a replaced class to which ``parameters`` belong; "" is the original itself."""
     optional: bool = False
-    """Whether the result is the same without it, and only dearer: no reason to refuse a config."""
+    """Whether results are the same without it, at a higher cost: a config is then not refused."""
     also: tuple[str, ...] = ()
     """``module:name`` of copies that ``from ... import`` made, for an ``import ds_npu`` after ``import deepspeed``."""
 

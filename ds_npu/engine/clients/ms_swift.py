@@ -14,7 +14,7 @@ from ds_npu.parallel.tensor.shard_access import ShardCopy
 
 
 def sampler_of_data_ranks(original: type) -> type:
-    """For its own sampler of batches, which asks for its process and their number whenever it needs them."""
+    """For its sampler of batches: ``rank`` and ``world_size`` are those of the data ranks."""
 
     class BatchSamplerShard(original):  # type: ignore[misc]
         @property
@@ -31,7 +31,7 @@ def sampler_of_data_ranks(original: type) -> type:
 
 
 def keep_all_logits(original: Function) -> Function:
-    """For the method that says whether a forward is given the labels and asked for the logits of the last tokens."""
+    """For the method that lets a forward return the logits of the last tokens only: not over context ranks."""
 
     @functools.wraps(original)
     def chosen(self: Any, default_value: bool = True) -> Any:
@@ -42,7 +42,7 @@ def keep_all_logits(original: Function) -> Function:
 
 
 def accuracy_of_sharded_logits(original: Function) -> Function:
-    """For the method that counts right tokens in each forward, on every rank."""
+    """For the method that counts right tokens in each forward: of sharded logits it gets the likeliest words."""
 
     @functools.wraps(original)
     def counted(self: Any, outputs: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def accuracy_of_sharded_logits(original: Function) -> Function:
         from ds_npu.models.logits import likeliest_words
 
         words = likeliest_words(outputs.logits)
-        # All that the accuracy of tokens asks of logits.
+        # The accuracy of tokens uses only argmax of the logits.
         found = SimpleNamespace(logits=SimpleNamespace(argmax=lambda dim: words))
         return original(self, found, labels, *args, **kwargs)
 

@@ -1,8 +1,8 @@
 """Replacements for names of the Hugging Face Trainer: checkpoints, and label smoothing.
 
-Read in transformers 5.23. On SIGTERM (``enable_jit_checkpoint``) all ranks begin a checkpoint at one place: each rank
-learns of the signal by itself, at any time, and saves at the next of four places in a step (trainer_jit_checkpoint.py).
-Ranks that choose different places wait for each other for ever; and before ``optimizer.step()`` DeepSpeed has stepped
+Read in transformers 5.23. On SIGTERM (``enable_jit_checkpoint``) all ranks begin a checkpoint at the end of one step.
+In transformers a rank learns of the signal by itself, and saves at the next of four points (trainer_jit_checkpoint.py).
+Ranks that choose different ones wait for each other for ever; and before ``optimizer.step()`` DeepSpeed has stepped
 already, in accelerate's ``backward``, so that the checkpoint would name the step before the one whose weights it holds.
 """
 
@@ -22,7 +22,7 @@ from ds_npu.features.chunked_loss.chunked_model import smoothed
 
 
 def agree_on_saving(original: Function) -> Function:
-    """For the place at the end of a step or an epoch: all ranks save there if one of them was told to."""
+    """For the callback at the end of a step or an epoch: all ranks save there if one of them got the signal."""
 
     @functools.wraps(original)
     def agreed(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -38,11 +38,11 @@ def agree_on_saving(original: Function) -> Function:
 
 
 def keep_whole_checkpoints(original: Function) -> Function:
-    """For the removal of earlier checkpoints: one that is whole is kept until a newer one is on the disk."""
+    """For ``rotate_checkpoints``: with a limit of 1 nothing is removed until the newest checkpoint is on the disk."""
 
     @functools.wraps(original)
     def rotate(output_dir: str, save_total_limit: int | None = None, *args: Any, **kwargs: Any) -> None:
-        # With two or more the one before is there, which every save waits for.
+        # With a limit of two or more the checkpoint before is kept, and each save waits until that one is whole.
         if save_total_limit != 1 or are_saved_in(Path(output_dir)):
             original(output_dir, save_total_limit, *args, **kwargs)
 
@@ -50,7 +50,7 @@ def keep_whole_checkpoints(original: Function) -> Function:
 
 
 def save_later(original: Function) -> Function:
-    """For a place within a step: the end of the step comes."""
+    """For a callback within a step: it does nothing, as the end of the step saves."""
 
     @functools.wraps(original)
     def passed(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def save_later(original: Function) -> Function:
 
 
 def save_on_all_ranks(original: Function) -> Function:
-    """For the saving itself: the ranks that write the checkpoint mark its folder as incomplete, and no other."""
+    """For ``execute_jit_checkpoint``: only the ranks that write the checkpoint mark its folder as incomplete."""
 
     @functools.wraps(original)
     def saved(self: Any) -> None:

@@ -22,9 +22,9 @@ from ds_npu.parallel.tensor.whole_weight import WholeWeight
 
 
 def log_probs_of_shards(original: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """TRL's function of the hidden states [T, H] and the head's weight, which shows the whole [words, H].
+    """For TRL's function of hidden states [T, H] and the head's weight, which is read as the whole [words, H].
 
-    Where tensor ranks hold shards of that weight and are all here, each computes with its own words: no weight is
+    Where tensor ranks hold shards of that weight and all call it, each computes with its own words: no weight is
     gathered, and no rank does the work of another.
     """
     signature = inspect.signature(original.forward)
@@ -38,7 +38,7 @@ def log_probs_of_shards(original: type[torch.autograd.Function]) -> type[torch.a
             scores = _scores(values)
             if scores is None:
                 return super().apply(*args, **kwargs)
-            # In TRL's dtype; it computes float32 of float64, too.
+            # In TRL's dtype, which is float32 for float64 inputs, too.
             wide = TokenScores(*(each if each.dtype == torch.bool else each.float() for each in scores))
             asked = ("log_probs", *values["outputs"])
             return tuple(each if name in asked else None for name, each in zip(wide._fields, wide, strict=True))
@@ -61,7 +61,7 @@ def _scores(values: dict[str, Any]) -> TokenScores | None:
 
 
 _COUNTING: ContextVar[ExitStack | None] = ContextVar("_COUNTING", default=None)
-"""Undo stack of the arguments that are being made; they count data ranks once their number is known."""
+"""An exit stack while a trainer's arguments are made: ``know_data_ranks`` lets them count data ranks until its end."""
 
 
 def count_generated_samples(original: Function) -> Function:
@@ -78,7 +78,10 @@ def count_generated_samples(original: Function) -> Function:
 
 
 def know_data_ranks(original: Function) -> Function:
-    """For transformers' part of those arguments, after which the config and the processes are known."""
+    """For ``TrainingArguments.__post_init__``, after which the config and the processes are known.
+
+    From then on trainers' arguments count data ranks.
+    """
 
     @functools.wraps(original)
     def known(self: Any) -> None:

@@ -38,7 +38,10 @@ class BatchChecksum:
         self._sums = [HostCopy(_sum([each for each in counted if each.device == device])) for device in devices]
 
     def read(self, bits: int, salt: int = 0) -> int:
-        """The checksum in ``bits``, another one for another ``salt``; the host waits until the device has it."""
+        """The checksum in ``bits`` bits; another ``salt`` gives another one.
+
+        The host waits until the device has it.
+        """
         sums = [int(each.read()) for each in self._sums]
         digest = hashlib.blake2b(repr((salt, self._shapes, sums)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> (64 - bits)

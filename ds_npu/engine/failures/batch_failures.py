@@ -63,7 +63,7 @@ class BatchFailure:
     start: float
     """Start of the action if all actions take equally long; a failure that another one causes starts after it."""
     kind: str
-    """The same for errors that several ranks raise alike."""
+    """A text that is equal for errors that several ranks raise alike."""
     summary: str
     where: str
     traceback: str
@@ -85,7 +85,7 @@ class BatchFailures:
     """Begins the batches of one engine, and ends those that have failed."""
 
     def __init__(self, topology: Topology, device_type: str, peers: Sequence[int]) -> None:
-        """``peers``: the ranks that are given the same batches as this one, with it; they all set a ``checksum``."""
+        """``peers``: this rank and the others that are given its batches; all of them set a ``checksum``."""
         record = FailureRecord.of_this_world()
         assert record is not None, "a pipeline has two ranks or more"
         self.record, self.topology, self.device_type = record, topology, device_type
@@ -175,7 +175,7 @@ class BatchInStages:
         self._note((f"{action}", action.stage, action.micro_batch, start), error)
 
     def note_loading(self, stage: int, micro_batch: int, error: Exception) -> None:
-        """Note the same of the loading of ``micro_batch`` for ``stage``, before any action."""
+        """Note that ``micro_batch`` could not be loaded for ``stage``, before any action."""
         self._note((LOADING, stage, micro_batch, -1.0), error)
 
     def _note(self, position: tuple[str, int, int, float], error: Exception) -> None:
@@ -191,10 +191,10 @@ class BatchInStages:
     def end(self) -> None:
         """Meet the other ranks; where one has failed or was given another batch, raise PipelineError on all.
 
-        Then the random generators are as they were before the batch. Raises StopIteration on all ranks where the data
-        of all that load is at its end.
+        The random generators are then set back to before the batch. Raises StopIteration on all ranks where all that
+        load data have met its end.
         """
-        # One number: how many ranks have come, above it how many have failed, above that the sum of their shares.
+        # One number, from the lowest bits up: the ranks that have come, those that have failed, the sum of shares.
         ranks = len(self._ranks)
         width = len(self._ranks).bit_length()
         mine = 1 + (self.has_failed << width) + (self._share(62 - 3 * width) << 2 * width)
@@ -235,7 +235,7 @@ class BatchInStages:
     def _met(self) -> str:
         """Wait for the outcome; raise PipelineError where a rank that has ended cannot come, or at the timeout.
 
-        The store's own wait would keep it from this process's other threads, and would not end with a dead rank.
+        The store's own wait would block it for this process's other threads, and would not end with a dead rank.
         """
         key = self._outcome(self._number)
         begun = time.monotonic()
@@ -255,13 +255,13 @@ class BatchInStages:
     def _share(self, bits: int) -> int:
         """This rank's share of a sum over its peers that is 0 where they have one checksum of ``bits``.
 
-        Two checksums always give another sum than 0; of three or more it is 0 with a chance of about 2**-bits. The sum
-        over all ranks and what stands below it has at most 62 bits and a sign.
+        Two checksums that differ never give 0; three or more do with a chance of about 2**-bits. The sum over all
+        ranks, with the two counts in the bits below it, has at most 62 bits and a sign.
         """
         if self.checksum is None:
             return 0
         peers = self._failures.peers
-        # Data ranks may have the same batches, and shares of theirs could make up for each other.
+        # Data ranks may have the same batches: without a salt their shares could cancel each other.
         own = self.checksum.read(bits, salt=peers[0])
         return own * (len(peers) - 1) if self._rank == peers[0] else -own
 
@@ -283,7 +283,7 @@ class BatchInStages:
         return json.dumps(asdict(first) | {"batches_differ": differ})
 
     def _forget(self, number: int) -> None:
-        """Delete what was said at the end of an earlier batch, which all ranks have read."""
+        """Delete the count and the outcome of an earlier batch, which all ranks have read."""
         if number >= 0:
             self._store.delete_key(self._key(number))
             self._store.delete_key(self._outcome(number))

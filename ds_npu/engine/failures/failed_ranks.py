@@ -34,7 +34,7 @@ from ds_npu.log import logger
 
 # Of gloo (third_party/gloo/gloo/transport/tcp), torch's TCPStore, HCCL and ds_npu sim's HCCL.
 ENDED_FIRST = "another rank has ended its process"
-"""The words for it of a rank that waited over the store, and not in a transport."""
+"""The text for a peer's end where this rank waited at the store, and not in a transport."""
 PEER_GONE = re.compile(
     r"Connection (?:closed|reset) by peer(?: \[\S+\d)?|Broken pipe|Socket closed|Failed to recv, got 0 bytes"
     r"|rank \d+ \(pid \d+\) has (?:exited|stopped)|remote process exited|HCCL_E_REMOTE"
@@ -46,7 +46,7 @@ TIMED_OUT = re.compile(
 LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[2]), os.path.dirname(os.__file__))
 """Parts of paths of files that are not the user's script."""
 LATER_SECONDS = 5
-"""Seconds by which other failures follow their cause, whose time the agent takes in whole seconds."""
+"""Seconds added to the time of a failure that another rank has caused; the agent compares whole seconds."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def tell_torchelastic(mine: Failure, line: str, *, is_cause: bool) -> None:
 
 
 def ending_of(error: BaseException, traceback: TracebackType | None, record: FailureRecord | None) -> Ending:
-    """How this rank ends by ``error``, after a word with the others."""
+    """How this rank ends by ``error``, after an exchange with the others over the store."""
     rank, ranks, local_rank = rank_numbers()
     me = f"rank {rank} of {ranks}"
     mine = failure_of(error, traceback)
@@ -138,7 +138,7 @@ def ending_of(error: BaseException, traceback: TracebackType | None, record: Fai
         return Ending(is_whole=True)
     if record is None:
         if isinstance(error, ConfigError) and local_rank > 0:
-            # Ranks of a node read the same file. All of it on a line, in case that a launcher ends the first rank now.
+            # Ranks of a node read the same file. The line has the whole error: a launcher may end the first rank now.
             whole = " ".join(f"{error}".split())
             return Ending(False, f"{me} ended with the error that the first rank of this node says: {whole}")
         return Ending(is_whole=True, line=_explained(error, me) or "")
@@ -147,7 +147,7 @@ def ending_of(error: BaseException, traceback: TracebackType | None, record: Fai
 
 
 def _own(error: BaseException, mine: Failure, record: FailureRecord) -> Ending:
-    """An error of this rank, which others may have, too; nobody else is known to be its cause."""
+    """End by an error that others may have, too, and that no other rank is known to have caused."""
     me = f"rank {mine.rank} of {record.ranks}"
     first = record.note(mine)
     speaker = record.speaker_of(mine)
@@ -160,7 +160,7 @@ def _own(error: BaseException, mine: Failure, record: FailureRecord) -> Ending:
 
 
 def _after(found: str, mine: Failure, record: FailureRecord) -> Ending:
-    """This rank ended because the connection to another one is gone, as ``found`` says."""
+    """End because the connection to another rank is gone, as ``found`` says."""
     me = f"rank {mine.rank} of {record.ranks}"
     if not record.answers():
         return Ending(
@@ -204,7 +204,7 @@ def _gone(me: str, found: str) -> str:
 def _match(pattern: re.Pattern[str], error: BaseException) -> str | None:
     """The words of ``pattern`` in ``error`` or its causes."""
     for each in _chain(error):
-        # An OSError is a client's own connection.
+        # An OSError comes from a connection of the client's own.
         if isinstance(each, RuntimeError) and (found := pattern.search(str(each))):
             return found[0]
     return None

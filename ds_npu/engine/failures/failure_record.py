@@ -37,14 +37,14 @@ class Failure:
     rank: int
     host: str
     kind: str
-    """The same for errors that several ranks raise alike."""
+    """A text that is equal for errors that several ranks raise alike."""
     summary: str
     """Type and first line."""
     where: str
     """The innermost line of the user's script."""
 
     def told(self) -> str:
-        """For another rank's last line."""
+        """The failure in words, for another rank's last line."""
         return f"rank {self.rank}, which failed first, on {self.host}, and says why: {self.summary} (at {self.where})"
 
 
@@ -64,7 +64,10 @@ def _number(variable: str, default: int) -> int:
 
 
 class FailureRecord:
-    """The ranks' word with each other; no method waits without a bound, and those that do not say so raise nothing."""
+    """The ranks' exchange about failures.
+
+    No method waits without a bound, and none raises but those that say so.
+    """
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.store = PrefixStore(PREFIX, store)
@@ -72,13 +75,13 @@ class FailureRecord:
 
     @classmethod
     def of_this_world(cls) -> FailureRecord | None:
-        """None where there is no process group, or one rank."""
+        """The record of the default process group; None where there is none, or one rank."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return None
         return cls(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
 
     def answers(self) -> bool:
-        """Whether the process that has the store is there: a broken TCPStore complains on the screen."""
+        """Whether the store's process accepts connections; a call of a broken TCPStore would print errors."""
         store: Store = self.store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
@@ -104,7 +107,7 @@ class FailureRecord:
         return float(store.timeout.total_seconds())
 
     def tell_of_an_end(self) -> None:
-        """Let ranks that wait know that another one has ended, and could not tell itself."""
+        """Let ranks that wait know that a rank has ended which could not tell them itself."""
         self.ask(lambda: self.store.set("gone", "1"), None)
 
     def knows_an_end(self) -> bool:
@@ -112,7 +115,7 @@ class FailureRecord:
         return any(self.store.check([key]) for key in ("left", "first", "gone"))
 
     def speaker_of(self, mine: Failure) -> int:
-        """The rank that says an error of this kind: rank 0 if it has it, too, else the first that asks."""
+        """The rank that prints an error of this kind: rank 0 if it has it, too, else the first that asks."""
 
         def ask() -> int:
             key = f"rank 0 says {mine.kind}"
@@ -125,7 +128,7 @@ class FailureRecord:
         return self.ask(ask, self.rank)
 
     def witness(self) -> int:
-        """The rank that says that another one is gone of which nobody knows why: the first that asks."""
+        """The rank that prints that another one is gone, where nobody knows why: the first that asks."""
         return self.ask(lambda: self._first_to_ask("gone"), self.rank)
 
     def _first_to_ask(self, what: str) -> int:
@@ -135,7 +138,7 @@ class FailureRecord:
         """Let the others know that this rank has printed; rank 0 waits for them, since the store goes with it.
 
         A rank that has only pointed to another (``after_rank_0``) waits for rank 0: launchers end all with the first.
-        Nobody waits where it is not to (``waits``). Nothing is written to the screen meanwhile.
+        Without ``waits`` this rank waits for none. Nothing is written to the screen meanwhile.
         """
 
         def others_are_told() -> None:

@@ -1,4 +1,4 @@
-"""Calls that every rank makes together: what is said where some of the ranks do not.
+"""Calls that every rank must make together: the error where some of the ranks do not.
 
 A script with ``if rank == 0: engine.save_checkpoint(...)`` makes collectives that the others do not join: rank 0 would
 wait until the timeout, or its collective would meet one of another call. So ranks meet at the start of such a call,
@@ -69,7 +69,7 @@ class JointCalls:
         self.depth += 1
         try:
             if self.record is not None and self.depth == 1:
-                # What a dead rank has left undone is an error here, and not in a thread that ends this process.
+                # Work that waits for a dead rank raises here, and not in a thread that ends this process.
                 get_accelerator().synchronize()
                 self.number = self.record.store.add(_count(self.record.rank), 1)
                 _meet(self.record, name, self.number)
@@ -78,9 +78,9 @@ class JointCalls:
             self.depth -= 1
 
     def say_where(self) -> None:
-        """Tell ranks that wait in a call which this one has not made at which line of its script it is.
+        """Tell ranks that wait for this one in a call at which line of its script it is.
 
-        Called by another thread, of a rank that has stood still for a while.
+        Another thread calls it, once this rank has stood still for a while.
         """
         if self.record is not None and self.depth == 0:
             with self.speaking:
@@ -97,9 +97,9 @@ class JointCalls:
         record.ask(tell, None)
 
     def _end(self, record: FailureRecord) -> None:
-        """At the end of this process: it makes no further call."""
+        """Tell the other ranks, at the end of this process, that it makes no further call."""
         number = self.number + 1
-        # Python ends threads that are in C++ then by an unwinding that aborts the process: none may be in the store.
+        # Python then ends threads that are in C++ by unwinding, which aborts the process: none may be in the store.
         with self.speaking:
             self.has_ended = True
 
@@ -122,7 +122,7 @@ def _of(store: Store) -> JointCalls:
 
 
 class HasJointCalls(Protocol):
-    """An engine."""
+    """An engine that makes joint calls."""
 
     joint_calls: JointCalls
 
@@ -176,7 +176,7 @@ def _meet(record: FailureRecord, name: str, number: int) -> None:
 
 
 def _settle(record: FailureRecord, number: int, outcome: str) -> None:
-    """Write what comes of a call, ALL or why it ends, unless another rank has."""
+    """Set the outcome of a call, ALL or why it ends, unless another rank has set it."""
     record.store.compare_set(_outcome(number), "", outcome)
 
 

@@ -31,7 +31,7 @@ class Termination:
         self._actions.append(action)
 
     def remove(self, action: Action) -> None:
-        """Forget ``action``; behind the last one SIGTERM is as it was."""
+        """Forget ``action``; without any action, SIGTERM has its default effect again."""
         if action not in self._actions or threading.current_thread() is not threading.main_thread():
             return
         self._actions.remove(action)

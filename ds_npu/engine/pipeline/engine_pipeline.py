@@ -74,7 +74,7 @@ class RunningMicroBatches:
     scores: bool = False
     """Whether scores of tokens are returned in training, too."""
     form: OutputForm | None = None
-    """In training, of what the last stage has returned."""
+    """In training, the form of the last stage's output."""
     outputs: dict[int, Any] = field(default_factory=dict)
     """Outputs of the last stage by micro-batch, where more than the loss is returned."""
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class RunningMicroBatches:
 
     @property
     def own_outputs(self) -> list[Any]:
-        """In the order of the micro-batches."""
+        """The outputs in the order of the micro-batches."""
         return [self.outputs[index] for index in sorted(self.outputs)]
 
 
@@ -183,7 +183,7 @@ def pipeline_links(topology: Topology, device: torch.device, rank_of: Sequence[i
         )
     up, down = (topology.within("pp", every, f"to {which} ranks", own=True) for which in ("higher", "lower"))
     borders = {tuple(sorted((rank_of[stage], rank_of[stage + 1]))) for stage in range(len(rank_of) - 1)}
-    # First those of every other rank: they are opened side by side.
+    # Borders of every other rank come first, since these are opened in parallel.
     for low, high in sorted(borders, key=lambda each: (each[0] % 2, each)):
         if low != high:
             low, high = ranks[low], ranks[high]
@@ -231,7 +231,7 @@ class EnginePipeline:
 
     def batch(self, given: Keywords, trains: bool) -> RunningMicroBatches:
         """The micro-batches of the batch with the arguments ``given``."""
-        # On every rank before any begins: one that refuses later leaves the others waiting for it.
+        # Checked on every rank before any begins: a rank that refuses later leaves the others waiting for it.
         self._check(given, trains)
         samples = samples_of(given)
         count = min(self.micro_batches or samples, samples)
@@ -279,7 +279,7 @@ class EnginePipeline:
             )
 
     def train(self, batch: RunningMicroBatches) -> Any:
-        """Run ``batch``; its gradients are pending until ``commit``. The output, whose loss has a graph of its own."""
+        """Run ``batch``, with gradients pending until ``commit``; return the output, whose loss has its own graph."""
         form, loss = self._trained(batch)
         if batch.scores:
             assert self.handle is not None and batch.items is not None
@@ -289,7 +289,7 @@ class EnginePipeline:
         return training_output(form, loss)
 
     def train_parts(self, parts: Sequence[Keywords]) -> torch.Tensor:
-        """The same of micro-batches, whose losses are averaged; returns the loss."""
+        """Run the micro-batches ``parts`` as ``train`` does; return the mean of their losses."""
         for part in parts:
             self._check(part, trains=True)
         self._agree(parts, parts)
@@ -302,7 +302,7 @@ class EnginePipeline:
         key = tuple(sorted((name, value is None) for name, value in batch.parts[0].items()))
         try:
             running = self._run(self.layout.make(len(batch.parts)), batch)
-            # In an order that no schedule changes.
+            # Summed in an order that does not depend on the schedule.
             losses = [batch.losses[each] for each in sorted(batch.losses)]
             found = self.outputs.of_training(batch.form, losses, key)
             running.end()
@@ -316,7 +316,7 @@ class EnginePipeline:
         return form, self.handle * 1
 
     def evaluate(self, batch: RunningMicroBatches) -> Any:
-        """Run the forwards of ``batch``; the output, the same on every rank along pp."""
+        """Run the forwards of ``batch``; return the output, the same on every rank along pp."""
         with torch.no_grad():
             running = self._run(self.layout.forwards(len(batch.parts)), batch)
             out = self.outputs.of_evaluation(batch.own_outputs, averages=batch.items is None)
@@ -324,9 +324,9 @@ class EnginePipeline:
             return out
 
     def _run(self, schedule: Schedule, batch: RunningMicroBatches) -> BatchInStages:
-        """Run the micro-batches of ``batch``; returned is what has to be ended, which raises where a rank has failed.
+        """Run the micro-batches of ``batch``; the caller must ``end`` the result, which raises if a rank has failed.
 
-        Raises, for this and all later batches, what leaves the ranks out of step.
+        An exception raised here leaves the ranks out of step: the engine runs no further batch.
         """
         stages = {index: StageOfEngine(self, stage, batch) for index, stage in self.stages.items()}
         running = self.failures.begin(schedule, batch.trains)
@@ -341,11 +341,11 @@ class EnginePipeline:
 
     @property
     def is_pending(self) -> bool:
-        """Whether gradients wait for the loss that was made of the one returned."""
+        """Whether gradients wait for ``commit``."""
         return self.handle is not None
 
     def commit(self, loss: torch.Tensor) -> None:
-        """Scale the pending gradients by what ``loss`` is to the one returned, and reduce them at a boundary.
+        """Scale the pending gradients by the derivative of ``loss`` by the returned loss; reduce them at a boundary.
 
         Raises ValueError where ``loss`` is made of anything else, whose gradients would be missing.
         """

@@ -1,4 +1,4 @@
-"""The pipeline stages of a model in a world that is not there: for ``ds_npu check``."""
+"""The pipeline stages that a model would have in a planned world, for ``ds_npu check``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlannedStages:
 
 
 def planned_stages(model: nn.Module, config: DsNpuConfig, degrees: Degrees) -> PlannedStages:
-    """The stages of ``model``, a whole one without weights that is changed.
+    """The stages of ``model``, which is whole and without weights; it is changed in place.
 
     Raises ValueError for a model, a division or a file of a schedule that is refused.
     """
@@ -51,7 +51,7 @@ def planned_stages(model: nn.Module, config: DsNpuConfig, degrees: Degrees) -> P
 
 
 def held_parameters(model: nn.Module, own: Sequence[StageModules]) -> int:
-    """The numbers of ``model``, whose weights are sharded already, that a rank with the stages ``own`` holds.
+    """How many elements of ``model``, whose weights are sharded already, a rank with the stages ``own`` holds.
 
     A weight that several modules share counts once.
     """

@@ -1,7 +1,7 @@
 """Trains the stages of a ``deepspeed.PipelineModule`` by a schedule of ds_npu.
 
 DeepSpeed's engine (0.19.8, runtime/pipe/engine.py) loads the batches, reduces gradients, steps, evaluates and saves as
-ever. In place of its TrainSchedule run the forwards and backwards of ``pipeline.schedule``, and what they send.
+ever. The forwards, backwards and transfers of ``pipeline.schedule`` replace those of its TrainSchedule.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ScheduledModule:
         """The micro-batches that were read for the batch that is being loaded."""
         self.held = HeldReduction(engine, queue_weight_gradients=layout.splits_backward)
         self.shapes = 0
-        """Another number for other shapes of the tensors between stages."""
+        """A number that changes with the shapes of the tensors between stages."""
 
     def train(self) -> None:
         """One optimizer step on the next batches of the engine's data; ``total_loss`` is the sum of their losses.
@@ -112,16 +112,16 @@ class ScheduledModule:
             engine._exec_reduce_grads()
             engine._exec_optimizer_step()
         except BaseException:
-            # DeepSpeed has started them for a batch that has failed; its time is not counted.
+            # DeepSpeed has started these timers for a batch that has failed; its time is not counted.
             for name in (TRAIN_BATCH_TIMER, BATCH_INPUT_TIMER):
                 engine.timers(name).started_ = False
             engine.tput_timer.started = False
             raise
 
     def _run(self, count: int) -> dict[int, torch.Tensor]:
-        """Run ``count`` micro-batches, whose gradients are reduced then; the losses by micro-batch in the last stage.
+        """Run ``count`` micro-batches and reduce their gradients; return the last stage's losses by micro-batch.
 
-        Where it raises there are no gradients.
+        Where it raises, the gradients are dropped.
         """
         engine = self.engine
         schedule = self.layout.make(count)

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer over pipeline stages, which may have other groups each: without experts, or frozen.
+"""The parameter groups of an optimizer over pipeline stages, of which one may have fewer: without experts, or frozen.
 
 DeepSpeed's ZeRO 1 and 2 (0.19.8 runtime/zero/stage_1_and_2.py, scaled_global_norm) reduce the norm of each group over
 the pipeline ranks: a stage with fewer groups takes part in the norms of the others' groups.
@@ -82,7 +82,7 @@ def agree_on_groups(engine: Any) -> None:
 
 
 def _take_norms_of_others(optimizer: Any, missing: int) -> None:
-    """Make ``optimizer`` add the norms of ``missing`` groups that other stages have and this one has not."""
+    """Let ``optimizer`` join in the norms of the ``missing`` groups that other stages have and this one has not."""
 
     def norm_of_other() -> Any:
         if optimizer.cpu_offload:

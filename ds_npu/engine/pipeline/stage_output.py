@@ -50,7 +50,7 @@ def tensors_of(output: Any) -> dict[str, torch.Tensor]:
 
 
 def detached(output: Any) -> Any:
-    """``output`` with its tensors, without their graphs."""
+    """``output`` with only its tensors, detached from their graphs."""
     return OutputForm.of(output).filled({name: each.detach() for name, each in tensors_of(output).items()})
 
 
@@ -109,7 +109,7 @@ class StageOutputs:
 
 
 def training_output(form: OutputForm, loss: torch.Tensor) -> Any:
-    """The output of a batch in training: its loss, and in the place of logits what says that there are none."""
+    """The output of a batch in training: its loss, and AbsentLogits in place of logits."""
     tensors = {LOSS: loss}
     if issubclass(form.kind, Mapping) and LOGITS in form.tensors:
         _, dtype = form.tensors[LOGITS]

@@ -25,7 +25,7 @@ class StagedEngine(TopologyEngine):
 
     pipeline: EnginePipeline
     _runs = False
-    """Whether a batch is being run, whose micro-batches DeepSpeed's hooks are not told of."""
+    """Whether a batch is being run: DeepSpeed's forward hooks then ignore its micro-batches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output for a batch, the same on every pipeline rank; in training its gradients are computed, too.
@@ -49,7 +49,7 @@ class StagedEngine(TopologyEngine):
         wrap_forward(self.module, forward, Level.MODEL)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
-        """Take over the gradients of the last batch, times what ``loss`` is to the loss that was returned.
+        """Take over the gradients of the last batch, times the derivative of ``loss`` by the loss that was returned.
 
         Raises ValueError where ``loss`` has another part, and RuntimeError where no gradients are pending.
         """
@@ -59,7 +59,7 @@ class StagedEngine(TopologyEngine):
         return loss.detach()
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's; raises RuntimeError where the gradients of a batch were not taken over, or not reduced."""
+        """As DeepSpeed's; raises RuntimeError where the gradients of a batch were not taken over, or not reduced."""
         if self.pipeline.is_pending:
             raise RuntimeError(
                 "engine.step: the gradients of the last engine(batch) wait for engine.backward(loss). What to do: call "
@@ -76,7 +76,7 @@ class StagedEngine(TopologyEngine):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """DeepSpeed's: the gradients of the batches of this context are reduced at its end."""
+        """As DeepSpeed's: the gradients of all batches in this context are reduced at its end."""
         with super().coalesce_grad_reduction():
             try:
                 yield
@@ -119,7 +119,7 @@ class StagedEngine(TopologyEngine):
     def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
         if not self._runs:
             return super()._forward_prologue(inputs, kwargs)
-        # Of what DeepSpeed does before each forward of the model, this concerns a micro-batch.
+        # The one thing that DeepSpeed does before a forward and that a micro-batch needs.
         return (self._cast_inputs_half(inputs), kwargs) if self.fp16_auto_cast() else None
 
     def _forward_epilogue(self) -> None:

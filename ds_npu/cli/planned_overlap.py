@@ -35,7 +35,10 @@ class LayerProduct(NamedTuple):
 def overlap_lines(
     model: nn.Module, ds_config: Config, checked: Checked, machine: Machine, length: int | None
 ) -> Iterator[str]:
-    """Lines about the products of ``model``, as features have changed it; none where there is no choice to make."""
+    """Lines about the products of ``model``, as features have changed it.
+
+    None where there is no choice to make.
+    """
     degrees, section = checked.degrees, checked.config
     if degrees.tp == 1 or not section.parallel.sequence_parallel or section.tensor_overlap is not None:
         return

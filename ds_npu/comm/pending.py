@@ -22,7 +22,10 @@ class Work(Protocol):
 
 
 class Works:
-    """Several collectives in flight as one; a work that is None counts as ended, and so does no work at all."""
+    """Several collectives in flight as one.
+
+    A work that is None counts as ended, and so does no work at all.
+    """
 
     def __init__(self, works: Sequence[Work | None] = ()) -> None:
         self.works = works

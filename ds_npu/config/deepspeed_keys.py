@@ -180,7 +180,10 @@ def _optimizer_memory(ds_config: Config, config: DsNpuConfig) -> Iterator[Proble
 
 
 def misspelt(ds_config: Config) -> list[str]:
-    """Warnings about top-level keys that look like a misspelt known key; DeepSpeed would ignore them in silence."""
+    """Warnings about top-level keys that look like a misspelt known key.
+
+    DeepSpeed would ignore them in silence.
+    """
     known = {*schema().top_level, *schema().removed, SECTION}
     names = dict.fromkeys((SECTION, "npu", "deepspeed_npu"), SECTION) | {key: key for key in sorted(known)}
     warnings = []

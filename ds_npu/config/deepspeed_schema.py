@@ -117,7 +117,10 @@ def is_auto(value: Any) -> bool:
 
 
 def _names(node: Node, given: Values) -> dict[str, str]:
-    """The field of each key that may be given; a field with an alias is read from the alias where both are given."""
+    """The field of each key that may be given.
+
+    A field with an alias is read from the alias where both are given.
+    """
     names = {}
     for name, each in node["properties"].items():
         alias = each.get("alias", name)
@@ -131,7 +134,10 @@ def _defaults(node: Node) -> Values:
 
 
 def _unknown(key: str, node: Node, path: str, index: int) -> str:
-    """The message about an unknown key, the ``index``-th problem; it has no suggestion where no error would list it."""
+    """The message about an unknown key, the ``index``-th problem.
+
+    It has no suggestion where no error would list it.
+    """
     known = [each.get("alias", name) for name, each in node["properties"].items()]
     near = near_miss(key, known) if index < MOST_PROBLEMS else []
     hint = f"did you mean {path}.{near[0]}?" if near else f"keys of {path}: {_keys(node)}"

@@ -15,7 +15,10 @@ Size = Literal["buckets", "scalars", "hidden states", "tokens", "unknown"]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages among the ranks along ``axes``; there are none unless an axis in ``needs`` has several ranks."""
+    """Messages among the ranks along ``axes``.
+
+    There are none unless an axis in ``needs`` has several ranks.
+    """
 
     axes: tuple[Axis, ...]
     needs: tuple[Axis, ...]

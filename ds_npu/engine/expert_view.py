@@ -35,7 +35,10 @@ LEGACY = ("fused_adam_legacy", "fused_lamb_legacy")
 
 
 def tell_deepspeed_of_experts(topology: Topology) -> None:
-    """Put the groups of the expert view where DeepSpeed looks for its own; it makes no group that is there already."""
+    """Put the groups of the expert view where DeepSpeed looks for its own.
+
+    It makes no group that is there already.
+    """
     name = expert_group_name(topology)
     for word, axes in (("EXPERT_PARALLEL", ("ep", "etp")), ("EXPERT_DATA_PARALLEL", ("edp",))):
         getattr(deepspeed_groups, f"_{word}_GROUP")[name] = topology.group(*axes)

@@ -11,7 +11,10 @@ from ds_npu.parallel.tensor.randomness import generator_states, restore_generato
 
 
 class CallState:
-    """The present random and autocast states of the CPU and of the current device; the host does not wait for it."""
+    """The present random and autocast states of the CPU and of the current device.
+
+    The host does not wait for the device.
+    """
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type

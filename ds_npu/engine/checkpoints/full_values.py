@@ -68,7 +68,10 @@ def setting_full(original: Function) -> Function:
 
 
 def updating_full(original: Function) -> Function:
-    """Replace a function that applies ``update_func`` to the gradient of each weight; it gets whole gradients."""
+    """Replace a function that applies ``update_func`` to the gradient of each weight.
+
+    It gets whole gradients.
+    """
 
     @functools.wraps(original)
     def update(param_list: list[nn.Parameter], update_func: Function) -> None:

@@ -204,5 +204,8 @@ class SequenceShardForward:
 
 
 def _guarded(output: Any, described: str, batch: ShardedBatch) -> Any:
-    """A guard on this rank's shard ``output`` of the tokens; tensor parallelism may have guarded it already."""
+    """A guard on this rank's shard ``output`` of the tokens.
+
+    Tensor parallelism may have guarded it already.
+    """
     return guard_shard(output, described, lambda _: batch.gather(likeliest_words(output)))

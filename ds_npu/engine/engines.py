@@ -271,10 +271,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
     # reduce-scatter accepts no other.
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtypes of the model and of accumulated gradients for ZeRO.
-
-        Outside of it DeepSpeed wraps all but float32.
-        """
+        """Dtypes of the model and of accumulated gradients for ZeRO; outside of it DeepSpeed wraps all but float32."""
         types: tuple[torch.dtype, torch.dtype] = super().get_data_types()
         zero = self.zero_optimization()
         return (torch.float64, torch.float64) if self.is_float64 and zero else types

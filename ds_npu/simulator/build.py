@@ -55,8 +55,8 @@ SECONDS_A_FILE = 4.8
 """Seconds of one core: g++ 12 on x86-64, estimated from a compilation on a busy machine."""
 SECONDS_BETWEEN = 10
 """Seconds between two lines of progress."""
-MOST_WITHOUT = 2
-"""Half the number of files up to which headers are not precompiled, since that would take as long."""
+MOST_WITHOUT = 4
+"""The number of files up to which headers are not precompiled, since that would take as long."""
 
 CANN_FOLDERS = ("runtime", "compiler", "opp")
 
@@ -251,7 +251,7 @@ def _precompiled(toolchain: Toolchain, folder: Path, files: int) -> list[str]:
 
     There are none for few ``files``.
     """
-    if files <= 2 * MOST_WITHOUT:
+    if files <= MOST_WITHOUT:
         return []
     header = folder / "torch_headers.h"
     header.write_text(f"{TORCH_INCLUDE}\n")

@@ -45,10 +45,7 @@ T = TypeVar("T")
 
 
 class AnyLayoutCheckpoints(TopologyEngine):
-    """An engine that also loads checkpoints of other layouts, by manifests that it writes.
-
-    All ranks call it.
-    """
+    """An engine that also loads checkpoints of other layouts, by manifests that it writes; all ranks call it."""
 
     allowed_files: AllowedFilesEngine | None = None
     """The checkpoint engine in use; None where the config asks for another one than DeepSpeed's default."""
@@ -122,10 +119,7 @@ class AnyLayoutCheckpoints(TopologyEngine):
             self.reassembled = None
 
     def _load_own_files(self, folder: Path, load_dir: Any, tag: str | None, *args: Any, **kwargs: Any) -> Any:
-        """Let DeepSpeed load this rank's own files.
-
-        All are read, and so verified, before it changes anything.
-        """
+        """Let DeepSpeed load this rank's own files; all are read, and so verified, before it changes anything."""
         engine = self.allowed_files
         if engine is None:
             return super().load_checkpoint(load_dir, tag, *args, **kwargs)

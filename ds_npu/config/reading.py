@@ -83,7 +83,10 @@ def _node(path: Keys) -> dict[str, Any] | None:
 
 
 def _of_any_key(node: dict[str, Any]) -> dict[str, Any] | None:
-    """The schema of the values of a key under which users name the keys; None for a plain value or a section."""
+    """The schema of the values of a key under which users name the keys.
+
+    None for a plain value or a section.
+    """
     schema = node.get("additionalProperties")
     return schema if isinstance(schema, dict) else None
 

@@ -105,7 +105,10 @@ def outermost_hugging_face_models(model: nn.Module) -> list[HuggingFaceModel]:
 
 
 def decoder_of(inner: HuggingFaceModel) -> nn.Module:
-    """The decoder of ``inner``; ``inner`` itself where its ``get_decoder`` returns no blocks (ModernBERT: its head)."""
+    """The decoder of ``inner``.
+
+    ``inner`` itself where its ``get_decoder`` returns no blocks (ModernBERT: its head).
+    """
     stated = inner.get_decoder()
     return stated if any(isinstance(each, nn.ModuleList) for each in stated.modules()) else inner
 

@@ -66,20 +66,20 @@ OF_FOUR = [
 @pytest.mark.matrix(corners=3, drawn=2)
 @pytest.mark.parametrize("cases", OF_TWO, ids=lambda cases: f"{cases[0].family} {cases[0].section}")
 def test_two_ranks_as_one_process(cases):
-    run_on_ranks(2, muon_rule.hold, cases)
+    run_on_ranks(2, muon_rule.hold, cases, deadline_s=600.0)
 
 
 @pytest.mark.slow
 @pytest.mark.matrix(corners=2, drawn=1)
 @pytest.mark.parametrize("cases", OF_FOUR, ids=lambda cases: f"{cases[0].family} {cases[0].section}")
 def test_four_ranks_as_one_process(cases):
-    run_on_ranks(4, muon_rule.hold, cases)
+    run_on_ranks(4, muon_rule.hold, cases, deadline_s=600.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [staged("llama", over(tensor=3), (0, 1)), staged("gemma", over(tensor=3), (0, 3))])
 def test_ranks_that_divide_nothing(cases):
-    run_on_ranks(3, muon_rule.hold, [*cases, *staged("llama", over(), (0, 1, 3))])
+    run_on_ranks(3, muon_rule.hold, [*cases, *staged("llama", over(), (0, 1, 3))], deadline_s=600.0)
 
 
 @pytest.mark.slow

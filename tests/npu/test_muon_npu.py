@@ -28,7 +28,7 @@ def skipped() -> None:
 
 
 def test_as_one_process():
-    run_on_ranks(2, in_small_waves, backend="hccl", sets_device=False)
+    run_on_ranks(2, in_small_waves, deadline_s=600.0, backend="hccl", sets_device=False)
 
 
 def test_skipped_steps_in_fp16():

@@ -65,7 +65,8 @@ def runs(cases: list[tuple[dict[str, object], int]]) -> None:
 def test_swapped_runs_are_those_without_to_the_bit_and_the_host_waits_no_more_often():
     sequence = {"tensor": 2, "sequence_parallel": True}
     stages = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb_h1"}}
-    run_on_ranks(2, runs, [({"parallel": sequence}, 1), ({}, 3), (stages, 0)], backend="hccl", sets_device=False)
+    cases = [({"parallel": sequence}, 1), ({}, 3), (stages, 0)]
+    run_on_ranks(2, runs, cases, backend="hccl", sets_device=False, deadline_s=600.0)
 
 
 @pytest.mark.slow

@@ -95,7 +95,8 @@ class MergedOutput:
             if all(least_error(held[0][1], other) <= explained for _, other in held[1:]):
                 continue
             off = [[rank for rank, other in held if least_error(each, other) > explained] for _, each in held]
-            found |= set(min(off, key=len))
+            fewest: list[int] = min(off, key=len)
+            found.update(fewest)
         return sorted(found)
 
 

@@ -11,7 +11,6 @@ import itertools
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ds_npu.checkpoint.files import UNTOUCHED
 from ds_npu.engine.checkpoints.agreement import StoreAgreement
 from ds_npu.engine.checkpoints.checkpoint_files import CheckpointTransaction
+from ds_npu.engine.checkpoints.running_saves import RUNNING
 from ds_npu.engine.failures.failed_ranks import is_of_transport
 from ds_npu.engine.failures.termination import TERMINATION
 from ds_npu.log import logger
@@ -66,19 +66,6 @@ class BackgroundTransaction(CheckpointTransaction):
         finally:
             self._waiting.clear()
             self.remove_unfinished()
-
-
-RUNNING: weakref.WeakSet[BackgroundSaves] = weakref.WeakSet()
-"""The saves of this process\'s engines."""
-
-
-def are_saved_in(folder: Path) -> bool:
-    """Wait for this process's saves to ``folder`` or a folder in it; return whether all of them are on the disk.
-
-    The next optimizer step raises the error of a save that has failed.
-    """
-    inside = [each for each in RUNNING if each.folder is not None and each.folder.is_relative_to(folder.absolute())]
-    return all(each.is_saved() for each in inside)
 
 
 class BackgroundSaves:

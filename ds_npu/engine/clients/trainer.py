@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_npu.engine.checkpoints.background_saves import are_saved_in
+from ds_npu.engine.checkpoints.running_saves import are_saved_in
 from ds_npu.engine.clients.accelerate import Function, grid
 from ds_npu.features.chunked_loss.chunked_model import smoothed
 

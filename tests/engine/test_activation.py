@@ -86,6 +86,15 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in ("ds_npu"
     assert lines(done) == ["['ds_npu', 'ds_npu.engine', 'ds_npu.engine.activation']"]
 
 
+def test_what_is_applied_to_other_projects_modules_imports_no_deepspeed():
+    """Their scripts may not use it; the import contract does not see an import that moves out of a function."""
+    code = """import importlib, pkgutil, sys, ds_npu.engine.clients as clients
+names = [each.name for each in pkgutil.iter_modules(clients.__path__)]
+for name in names: importlib.import_module(f"{clients.__name__}.{name}")
+print(len(names) > 4, "deepspeed" in sys.modules)"""
+    assert lines(npu_double.python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) == ["True False"]
+
+
 def test_what_activation_imports_is_in_every_interpreter_or_cheap():
     code = "import sys; before = set(sys.modules)\nimport ds_npu\nprint(sorted(set(sys.modules) - before))"
     known = {"__future__", "ds_npu", "ds_npu.engine", "ds_npu.engine.activation", "importlib", "types", "warnings"}

@@ -22,7 +22,7 @@ from ds_npu.step_time.intervals import BUBBLE, WAITS
 from ds_npu.step_time.profile_folder import traces_in
 from ds_npu.step_time.step_report import step_report
 
-SLEEP = 0.3
+SLEEP = 0.5
 AXES: dict[str, tuple[str, dict, int]] = {
     "tensor": ("llama", {"parallel": {"tensor": 2, "probe": False}}, 0),
     "data": ("llama", {}, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decoder_families as families
+import peft
 import pytest
 import tiny_models
 import torch
@@ -28,6 +29,14 @@ def test_a_family_passes_and_was_tried(kind):
     for large in (1 << 20, EVERYTHING_LARGE):
         found = probe_sequences(model, partial_plan_for(model, {}), large)
         assert (found.faults, found.unseen) == ([], [])
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"], ids=str)
+def test_adapters_pass_beside_a_gated_delta_net(targets):
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=targets, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_models.tiny("qwen3_5", torch.float32), config)
+    found = probe_sequences(model, partial_plan_for(model, {}))
+    assert (found.faults, found.unseen) == ([], [])
 
 
 def mixing(in_backward_only: bool = False) -> torch.nn.Module:

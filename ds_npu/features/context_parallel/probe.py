@@ -38,6 +38,12 @@ RANKS = 2
 SAMPLES, LENGTH = 2, 4 * RANKS + 3
 FLOOR = 0.1
 """A gradient below this fraction of the largest one is compared as if it had this size."""
+GRADIENT_TOLERANCE = 1e-4
+"""Difference of a gradient, relative to its largest value, that float32 explains; what is wrong differs by far more.
+
+Copies are in float64, but models cast to float32 on their own, and recurrences in it differ most: gradients of Qwen3.5
+by 3e-6 at its real size, and by 1e-5 in a tiny one with adapters.
+"""
 MISMATCH = """\
 ds_npu.parallel.context: {model} does not compute over the tokens of {ranks} ranks what it does over all of them:
 {faults}
@@ -132,6 +138,6 @@ def _differences(whole: Results, sharded: list[Results]) -> list[str]:
     wrong = []
     for name, expected in gradients.items():
         found = sum(rank[name] for _, rank in sharded if name in rank)
-        if not float((found - expected).abs().max()) <= FLOAT32_TOLERANCE * max(float(expected.abs().max()), floor):
+        if not float((found - expected).abs().max()) <= GRADIENT_TOLERANCE * max(float(expected.abs().max()), floor):
             wrong.append(names.generic(name) or "the hidden states")
     return [f"the gradient of {', '.join(wrong[:4])} differs"] if wrong else []

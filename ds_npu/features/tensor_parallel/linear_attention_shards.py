@@ -145,7 +145,7 @@ def linear_attention_shards(plan: ModelPlan, modules: Mapping[str, nn.Module], s
 
 
 def own_shards(name: str, layer: nn.Module, size: int) -> Iterator[tuple[str, str, Sharding]]:
-    """Module, parameter and sharding of all that a layer shards but its linears."""
+    """Module, parameter and sharding of all that a layer shards but its projections, ``in_proj`` and ``out_proj``."""
     wanted = sections_of(layer, size)
     parts = dict(layer.named_children())
     for part in ("", *(each for each in (*CONVOLUTIONS, *NORMS, SUMMED, "dt_proj") if each in parts)):

@@ -7,6 +7,7 @@ import re
 from torch import nn
 
 from ds_npu.config.roles import STRUCTURAL, Role
+from ds_npu.models.attributes import attribute
 from ds_npu.models.linear_attention import linear_attention_of
 from ds_npu.models.zero3 import unpartitioned_shape
 from ds_npu.parallel.expert.weights import is_experts
@@ -58,7 +59,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(experts: nn.Module) -> bool:
-    """Whether the weights of ``experts`` (gate_up_proj, down_proj) are [E, inputs, outputs], as Llama-4's."""
+    """Whether the weights of ``experts`` are [E, inputs, outputs]: as transformers says, or by shapes (Llama 4)."""
+    known = attribute(experts, "is_transposed", bool)
+    if known is not None:
+        return known
     shapes = own_shapes(experts)
     return shapes.keys() == {"gate_up_proj", "down_proj"} and shapes["gate_up_proj"][1] == shapes["down_proj"][2]
 

@@ -10,6 +10,10 @@ from fnmatch import fnmatchcase
 
 BASE_LAYER = "base_layer"
 """The attribute in which PEFT keeps the layer that an adapter is added to."""
+PARAMETER = "parameter_name"
+"""The attribute in which PEFT's wrapper of a parameter, as of experts, keeps the name of the parameter."""
+IS_OUT_IN = "_did_swap_in_out_features"
+"""The attribute of such a wrapper that says whether the parameter is [E, out, in]; else it is [E, in, out]."""
 ORIGINAL = "original_module"
 TRAINED_COPIES = "modules_to_save"
 """The attribute in which PEFT keeps a layer that it trains as a whole: the original, and the trained copies."""

@@ -10,6 +10,8 @@ import torch
 from ranks import run_on_ranks
 
 from ds_npu.features.context_parallel.probe import check_context_blocks, probe_sequences
+from ds_npu.features.modules.part_copy import decoder_unit
+from ds_npu.features.tensor_parallel.probe import probe
 from ds_npu.models.globs import partial_plan_for
 from ds_npu.topology.degrees import Degrees
 from ds_npu.topology.topology import Topology
@@ -37,6 +39,23 @@ def test_adapters_pass_beside_a_gated_delta_net(targets):
     model = peft.get_peft_model(tiny_models.tiny("qwen3_5", torch.float32), config)
     found = probe_sequences(model, partial_plan_for(model, {}))
     assert (found.faults, found.unseen) == ([], [])
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "adapted"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4_text"])
+def test_large_experts_are_tried_with_fewer_columns(family, adapted):
+    model = tiny_models.tiny(family, torch.float32, intermediate_size=160, moe_intermediate_size=160)
+    if adapted:
+        experts = "feed_forward.experts" if family == "llama4_text" else "mlp.experts"
+        parameters = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_parameters=parameters, init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    plan = partial_plan_for(model, {})
+    unit = decoder_unit(model, plan, plan.blocks, EVERYTHING_LARGE)
+    shapes = [each.shape for name, each in unit.part.copied().named_parameters() if "experts" in name]
+    assert shapes and not {160, 320} & {size for shape in shapes for size in shape}
+    for found in (probe_sequences(model, plan, EVERYTHING_LARGE), probe(model, plan, 2, False, EVERYTHING_LARGE)):
+        assert (found.faults, found.unseen) == ([], [])
 
 
 def mixing(in_backward_only: bool = False) -> torch.nn.Module:

@@ -26,7 +26,7 @@ from ds_npu.parallel.tensor.sharding import Sharding, near_even, shard_sections
 from ds_npu.topology.degrees import Axis
 from ds_npu.topology.topology import Topology
 
-COUNT, PARAMETER, IS_OUT_IN = "num_experts", "parameter_name", "_did_swap_in_out_features"
+COUNT = "num_experts"
 FIRST, SECOND = "lora_A", "lora_B"
 
 
@@ -65,12 +65,12 @@ class _Factors:
 
     @cached_property
     def is_out_in(self) -> bool:
-        return bool(attribute(self.wrapper, IS_OUT_IN, bool))
+        return bool(attribute(self.wrapper, names.IS_OUT_IN, bool))
 
     @cached_property
     def of_weight(self) -> Sharding | None:
         """The sharding of the parameter over etp."""
-        name = attribute(self.wrapper, PARAMETER, str)
+        name = attribute(self.wrapper, names.PARAMETER, str)
         assert name is not None
         return self.layout.shardings(name, self.topology.size("ep"), self.topology.size("etp")).get("etp")
 

@@ -18,7 +18,7 @@ from torch import nn
 from ds_npu.config.roles import Role
 from ds_npu.features.modules.thread_ranks import first_tensor
 from ds_npu.models import kinds, names
-from ds_npu.models.attributes import has_attribute, set_attribute
+from ds_npu.models.attributes import attribute, has_attribute, set_attribute
 from ds_npu.models.hugging_face_model import (
     config_of,
     decoder_of,
@@ -88,26 +88,44 @@ class ModelPart:
 
     def _columns(self, name: str, dims: int) -> tuple[int, int] | None:
         """The dim of a large MLP's weight ``name`` that holds its columns, and in how many parts; None for others."""
-        owner = names.parent(name)
-        leaf = name.rpartition(".")[2]
+        owner, _, leaf = name.rpartition(".")
         layer = self.plan.adapted(owner) or owner
         role = self.plan.of(layer)
         module = self.model.get_submodule(layer)
         # A Conv1D stores its number of outputs; models with it are small.
         if role not in COLUMN_PARTS or kinds.output_dim(module) == 1:
             return None
-        weights = kinds.own_shapes(module)
-        is_down = role is Role.DOWN or leaf == "down_proj"
-        parts = 1 if is_down else COLUMN_PARTS[role]
-        if torch.Size(weights[leaf if role is Role.EXPERTS else "weight"]).numel() // parts <= self.large:
-            return None
         if role is Role.EXPERTS:
-            return (2 if is_down != kinds.is_transposed(module) else 1), parts
+            return self._expert_columns(module, leaf, None if layer == owner else owner)
+        is_down = role is Role.DOWN
+        parts = COLUMN_PARTS[role]
+        if torch.Size(kinds.own_shapes(module)["weight"]).numel() // parts <= self.large:
+            return None
         # LoRA's B has the outputs of its layer, A the inputs; a bias runs along the outputs.
         factor = Role.LORA_A if is_down else Role.LORA_B
         if (layer != owner and self.plan.of(owner) is not factor) or (is_down and dims == 1):
             return None
         return int(is_down), parts
+
+    def _expert_columns(self, experts: nn.Module, leaf: str, factor: str | None) -> tuple[int, int] | None:
+        """``_columns`` of a weight or bias ``leaf`` of all experts, or of the ``factor`` of an adapter around them."""
+        # PEFT's wrapper of one parameter holds its factors as lora_A.default and lora_B.default.
+        wrapper = None if factor is None else self.model.get_submodule(names.parent(names.parent(factor)))
+        adapted = leaf if wrapper is None else attribute(wrapper, names.PARAMETER, str)
+        weight = (adapted or "").removesuffix("_bias")
+        shape = kinds.own_shapes(experts).get(weight)
+        is_down = weight == "down_proj"
+        parts = COLUMN_PARTS[Role.EXPERTS] if weight == "gate_up_proj" else 1
+        if shape is None or torch.Size(shape).numel() // parts <= self.large:
+            return None
+        dim = 2 if is_down != kinds.is_transposed(experts) else 1
+        if factor is not None:
+            # A [E * r, in] has the columns that are inputs, B [out, r * E] those that are outputs.
+            holder = Role.LORA_B if (dim == 1) == attribute(wrapper, names.IS_OUT_IN, bool) else Role.LORA_A
+            return (int(holder is Role.LORA_A), parts) if self.plan.of(factor) is holder else None
+        if weight != leaf:
+            return None if is_down else (1, parts)
+        return dim, parts
 
     def _drawn(self, parameter: nn.Parameter, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
         """Random weights whose outputs are about as large as their inputs; norms and biases around 1."""

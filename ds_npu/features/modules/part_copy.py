@@ -23,6 +23,7 @@ from ds_npu.models.hugging_face_model import (
     config_of,
     decoder_of,
     hugging_face_model,
+    is_hugging_face,
     is_pretrained_config,
     settings,
 )
@@ -203,6 +204,9 @@ def decoder_unit(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], lar
     if root is None:
         return None
     decoder = decoder_of(root)
+    if decoder is root:
+        # Of Llama 4 and ModernBERT: the model inside, without the head, whose weight is one of the largest.
+        decoder = next((each for each in root.children() if is_hugging_face(each)), root)
     name = next((name for name, each in model.named_modules() if each is decoder), None)
     embedding = plan.embedding
     if name is None or embedding is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):

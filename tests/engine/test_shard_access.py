@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import get_overridable_functions
 
+from ds_npu.parallel.tensor.awaited_weights import AwaitedWeight
 from ds_npu.parallel.tensor.shard_access import (
     ShardAccessError,
     ShardCopy,
@@ -31,6 +32,8 @@ from ds_npu.parallel.tensor.sharding import Sharding
 from ds_npu.parallel.tensor.whole_weight import whole_weight
 
 EXACT = 1e-12
+SINGLE = 1e-6
+"""ZeRO keeps weights in float32."""
 ROWS, COLUMNS = 6, 4
 
 
@@ -202,6 +205,35 @@ def fused_heads() -> None:
 
 def test_a_fused_head_of_the_scripts_own_equals_one_process():
     run_on_ranks(2, fused_heads)
+
+
+def steps_beside_data_ranks(stage: int) -> None:
+    """From the second step on the head's weight is on its way from other data ranks when it is read."""
+    rule.without_extension()
+    tokens = tensor_rule.batches(4)
+    plain = with_fused_head(tiny_models.tiny("llama"), 0.01)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=rule.LR)
+    model = with_fused_head(tiny_models.tiny("llama"), 0.01)
+    settings = tensor_rule.config(stage, torch.float64, {"parallel": {"tensor": 2}}) | {
+        **{"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
+    mine = tokens.chunk(2)[engine.topology.rank("dp")]
+    for step in range(3):
+        assert any(isinstance(each, AwaitedWeight) for each in model.parameters()) == (step > 0)
+        loss = fused_loss(engine, mine)
+        engine.backward(loss)
+        engine.step()
+        whole = torch.stack([fused_loss(plain, each) for each in tokens.chunk(2)])
+        assert loss.item() == pytest.approx(whole[engine.topology.rank("dp")].item(), rel=SINGLE), step
+        whole.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_fused_head_beside_data_ranks_waits_for_its_weight(stage):
+    run_on_ranks(4, steps_beside_data_ranks, stage)
 
 
 def readers() -> dict[str, Callable[[nn.Module], object]]:

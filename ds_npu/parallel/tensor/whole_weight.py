@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ds_npu.comm.collectives import all_gather
 from ds_npu.ops.autograd import Context, applied
+from ds_npu.parallel.runtime.arrival import arrive
 from ds_npu.parallel.runtime.calls import Arguments, Keywords, Operation
 from ds_npu.parallel.runtime.tensor_attribute import TensorAttribute, tensor_property
 from ds_npu.parallel.tensor.shard_access import (
@@ -180,8 +181,10 @@ class ShowsWhole(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if type(value) is not ShardedParameter or is_internal():
+        # Awaited weights have a class below; isinstance would be a Python call at each read.
+        if not issubclass(type(value), ShardedParameter) or is_internal():
             return value
+        arrive(value)
         # get_parameter() must return a parameter, and ZeRO-3 needs its own one; a ShardedParameter guards itself.
         if sys._getframe(1).f_code is nn.Module.get_parameter.__code__ or _DS_ID.is_on(value):
             return value

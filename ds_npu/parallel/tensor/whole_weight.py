@@ -180,7 +180,7 @@ class ShowsWhole(nn.Module):
     """A layer that shows sharded weights as WholeWeights to code that may not compute with shards."""
 
     def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+        value: Any = super().__getattr__(name)
         # Awaited weights have a class below; isinstance would be a Python call at each read.
         if not issubclass(type(value), ShardedParameter) or is_internal():
             return value

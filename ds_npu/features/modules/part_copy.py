@@ -122,7 +122,8 @@ class ModelPart:
         dim = 2 if is_down != kinds.is_transposed(experts) else 1
         if factor is not None:
             # A [E * r, in] has the columns that are inputs, B [out, r * E] those that are outputs.
-            holder = Role.LORA_B if (dim == 1) == attribute(wrapper, names.IS_OUT_IN, bool) else Role.LORA_A
+            is_out_in = bool(attribute(wrapper, names.IS_OUT_IN, bool))
+            holder = Role.LORA_B if (dim == 1) == is_out_in else Role.LORA_A
             return (int(holder is Role.LORA_A), parts) if self.plan.of(factor) is holder else None
         if weight != leaf:
             return None if is_down else (1, parts)
@@ -204,10 +205,11 @@ def decoder_unit(model: nn.Module, plan: ModelPlan, blocks: tuple[str, ...], lar
     if root is None:
         return None
     decoder = decoder_of(root)
-    if decoder is root:
-        # Of Llama 4 and ModernBERT: the model inside, without the head, whose weight is one of the largest.
-        decoder = next((each for each in root.children() if is_hugging_face(each)), root)
     name = next((name for name, each in model.named_modules() if each is decoder), None)
+    if decoder is root and name is not None:
+        # Of Llama 4 and ModernBERT: the model inside, without the head, whose weight is one of the largest.
+        inner = [f"{name}.{child}".removeprefix(".") for child, each in root.named_children() if is_hugging_face(each)]
+        name = next((each for each in inner if all(names.is_inside(block, each) for block in plan.blocks)), name)
     embedding = plan.embedding
     if name is None or embedding is None or not blocks or not all(names.is_inside(each, name) for each in plan.blocks):
         return None

@@ -253,6 +253,23 @@ def zero_init(original: Function) -> Function:
     return init
 
 
+def zero_init_dtype(original: Function) -> Function:
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        enabled: bool = True,
+        mem_efficient_linear: bool = True,
+        ds_config: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        # Three dtypes are accepted, although nothing of what follows is of these alone.
+        original(self, enabled, mem_efficient_linear, ds_config, torch.float32 if dtype == torch.float64 else dtype)
+        if dtype is not None:
+            self.dtype = dtype
+
+    return init
+
+
 def mask_nan_or_inf_with_val_inplace(original: Function) -> Function:
     @functools.wraps(original)
     def fill(input: torch.Tensor, device: object = None, val: float = -1.0) -> None:

@@ -113,6 +113,16 @@ PATCHES: tuple[Patch, ...] = (
         until="zero.Init takes its group from the mpu",
     ),
     Patch(
+        module="deepspeed.runtime.zero.partition_parameters",
+        name="InsertPostInitMethodToModuleSubClasses.__init__",
+        factory="ds_npu.engine.hooks:zero_init_dtype",
+        parameters=("self", "enabled", "mem_efficient_linear", "ds_config", "dtype"),
+        what="zero.Init has the dtype it is given, float64 too, whatever the accelerator supports",
+        why="with fp16 support (NPUs, some CPUs) it refuses float64; without, it holds weights on NVMe in bf16",
+        upstream="runtime/zero/partition_parameters.py:409, an `or` that binds before its `if`",
+        until="fixed upstream",
+    ),
+    Patch(
         module="deepspeed.env_report",
         name="installed_cann_path",
         factory="ds_npu.engine.hooks:installed_cann_path",

@@ -173,6 +173,28 @@ def refused_on_nvme() -> None:
         deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config())
 
 
+@pytest.mark.parametrize("has_fp16", [True, False])
+def test_each_accelerator_takes_the_dtype_that_is_given(has_fp16, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as ZeroInit
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: has_fp16)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        assert ZeroInit(dtype=dtype).dtype == dtype
+
+
+def trains_in_float64(has_fp16: bool) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    vars(get_accelerator())["is_fp16_supported"] = lambda: has_fp16
+    tensor_parallel_rule.hold_to_one_process("llama", 2, (3,), torch.float64, {})
+
+
+@pytest.mark.parametrize("has_fp16", [True, False])
+def test_float64_is_trained_whatever_the_cpu_supports(has_fp16):
+    run_on_ranks(2, trains_in_float64, has_fp16)
+
+
 def test_weights_on_nvme_are_refused():
     run_on_ranks(2, refused_on_nvme)
 

@@ -37,9 +37,10 @@ class ConfigError(ValueError):
         super().__init__(f"{count} in {printable(of)}:\n" + "\n".join(lines))
 
 
-def printable(text: str) -> str:
-    """``text`` on one line, shortened, with control characters and lone surrogates escaped."""
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shortened(text))
+def printable(text: str, most: int = MOST_CHARACTERS) -> str:
+    """``text`` on one line, shortened to ``most`` characters, with control characters and lone surrogates escaped."""
+    short = shortened(text, most)
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in short)
 
 
 def shown(value: Any) -> str:
@@ -52,9 +53,9 @@ def shown(value: Any) -> str:
         return f"an object of type {type(value).__name__}"
 
 
-def shortened(text: str) -> str:
-    """``text`` without its middle where it is long."""
-    if len(text) <= MOST_CHARACTERS:
+def shortened(text: str, most: int = MOST_CHARACTERS) -> str:
+    """``text`` without its middle where it is longer than ``most`` characters."""
+    if len(text) <= most:
         return text
-    half = MOST_CHARACTERS // 2
+    half = most // 2
     return f"{text[:half]} ... {text[-half:]} ({len(text):,} characters)"

@@ -69,7 +69,7 @@ def test_a_rank_that_dies_in_a_step(layout: str, how: str, tmp_path: Path):
     text = done.stderr
     assert done.returncode == 1, text
     if how == "raises":
-        assert text.count("in die\n") == 1 and "rank 0 of 2 ended because of rank 1" in text, text
+        assert text.count("in die\n") == 1 and "since rank 1 failed in 1F0 (stage 1, micro-batch 0)" in text, text
         assert "KeyError: 'no such column'" in "\n".join(text.splitlines()[-12:]), text
     else:
         assert "Signal 9 (SIGKILL)" in "\n".join(text.splitlines()[-12:]), text

@@ -45,6 +45,8 @@ TIMED_OUT = re.compile(
 )
 LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[2]), os.path.dirname(os.__file__))
 """Parts of paths of files that are not the user's script."""
+MOST_OF_A_SUMMARY = 2000
+"""Characters: an error of a pipeline's batch has rank, action, cause and place in its middle."""
 LATER_SECONDS = 5
 """Seconds added to the time of a failure that another rank has caused; the agent compares whole seconds."""
 
@@ -230,7 +232,7 @@ def failure_of(error: BaseException, traceback: TracebackType | None) -> Failure
     scripts = [frame for frame, is_script in frames if is_script] or [frame for frame, _ in frames] or ["?"]
     innermost = frames[-1][0] if frames else ""
     kind = name if isinstance(error, KeyboardInterrupt) else f"{name} at {innermost}"
-    summary = printable(": ".join([name, *lines[:1]])) + (" ..." if len(lines) > 1 else "")
+    summary = printable(": ".join([name, *lines[:1]]), MOST_OF_A_SUMMARY) + (" ..." if len(lines) > 1 else "")
     return Failure(rank, os.uname().nodename, kind, summary, scripts[-1])
 
 

@@ -262,7 +262,7 @@ def zero_init_dtype(original: Function) -> Function:
         ds_config: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # Three dtypes are accepted, although nothing of what follows is of these alone.
+        # DeepSpeed accepts three dtypes here; what it does with them is right for float64, too.
         original(self, enabled, mem_efficient_linear, ds_config, torch.float32 if dtype == torch.float64 else dtype)
         if dtype is not None:
             self.dtype = dtype

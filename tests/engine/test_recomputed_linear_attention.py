@@ -73,9 +73,7 @@ WORLDS: dict[str, dict[str, object]] = {
     "data": {},
 }
 CORNERS = [("qwen3_5", "context", (0,)), ("mamba2", "tensor", (1,))]
-FLATTENED = ("qwen3_next", "sequence")
-"""Refused: the model flattens the hidden states of its shared experts."""
-CASES = [(*each, (0, 1, 3)) for each in product(LAYERS, WORLDS) if each != FLATTENED]
+CASES = [(*each, (0, 1, 3)) for each in product(LAYERS, WORLDS) if each != (tiny_models.FLATTENS, "sequence")]
 
 
 @pytest.mark.slow

@@ -88,6 +88,13 @@ def without_extension() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def pretend_fp16(is_supported: bool) -> None:
+    """On this rank DeepSpeed's accelerator says so from now on; by itself it tells by the kind of CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    vars(get_accelerator())["is_fp16_supported"] = lambda: is_supported
+
+
 def my_batches(topology) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's micro-batches: its samples of the whole batch, its tokens of each sample."""
     dp, cp = topology.size("dp"), topology.size("cp")

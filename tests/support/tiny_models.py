@@ -140,6 +140,8 @@ LINEAR_ATTENTION: dict[str, tuple[str, dict[str, object]]] = {
     "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3}),
 }
 """Families with layers of linear attention, most beside layers of another attention."""
+FLATTENS = "qwen3_next"
+"""Its experts' block makes hidden states [tokens, hidden], which sequence parallelism refuses."""
 ALL = OF_EXPERTS | SCALED | SHARED_EXPERTS | LINEAR_ATTENTION
 
 

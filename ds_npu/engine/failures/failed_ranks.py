@@ -45,8 +45,8 @@ TIMED_OUT = re.compile(
 )
 LIBRARIES = ("site-packages", "dist-packages", "<frozen", str(Path(__file__).parents[2]), os.path.dirname(os.__file__))
 """Parts of paths of files that are not the user's script."""
-MOST_OF_A_SUMMARY = 2000
-"""Characters: an error of a pipeline's batch has rank, action, cause and place in its middle."""
+MOST_OF_A_SUMMARY = 1000
+"""Most characters of an error that another rank repeats; a PipelineError names its cause in its middle."""
 LATER_SECONDS = 5
 """Seconds added to the time of a failure that another rank has caused; the agent compares whole seconds."""
 

@@ -30,7 +30,7 @@ from ds_npu.engine.checkpoints.atomic_checkpoints import AtomicCheckpoints
 from ds_npu.engine.checkpoints.full_values import know_grid, link_every_group
 from ds_npu.engine.checkpoints.weights import WholeWeights
 from ds_npu.engine.checkpoints.weights_only import WeightsOnly
-from ds_npu.engine.clients.refusals import check_not_quantized, check_whole
+from ds_npu.engine.clients.refusals import check_not_quantized, check_whole, trains_in_float64
 from ds_npu.engine.expert_view import ExpertView, check_no_own_experts
 from ds_npu.engine.failures.joint_calls import joint_calls_of_this_world
 from ds_npu.engine.matrix_steps import WholeMatrices
@@ -115,7 +115,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         self.topology = session.topology
         self.events = EngineEvents(self)
         self.joint_calls = joint_calls_of_this_world()
-        self.is_float64 = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+        self.is_float64 = trains_in_float64(model, kwargs["config_class"], self.build.device_type)
         with shards_from_partitions(model, session.topology):
             apply_features(values_in(session.config), self.build)
         self.model_axes = CUT_INTO_STAGES if self.build.is_cut_into_stages else WHOLE_ON_EACH_STAGE

@@ -39,7 +39,8 @@ KINDS = {
         {"max_length": 24, "packing": "true", "loss_type": "dft", "per_device_train_batch_size": 1},
     ),
 }
-PARALLEL = {"context": (2, {"context": 2}), "tensor": (2, {"tensor": 2}), "both": (4, {"tensor": 2, "context": 2})}
+PARALLEL = {"both": (4, {"tensor": 2, "context": 2}), "context": (2, {"context": 2}), "tensor": (2, {"tensor": 2})}
+"""The first is the one that each CI runs: weights are then also on their way from the ranks of the same shard."""
 EXPERTS = {"expert": (2, {"expert": 2, "tensor": 2})}
 STAGED = {"pipeline": (2, {"pipeline": 2}), "pipeline, tensor": (4, {"pipeline": 2, "tensor": 2})}
 SUMS = ("sft", "sft, padding free", "sft, assistant only")

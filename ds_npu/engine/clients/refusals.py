@@ -1,7 +1,10 @@
-"""Refusals of models and settings of other libraries that also distribute a model, or that quantise it."""
+"""Refusals of models: distributed by another library, too, or quantised, or in a dtype that the device has not."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from ds_npu.models.attributes import attribute
@@ -46,6 +49,18 @@ def check_not_quantized(model: nn.Module, degrees: Degrees) -> None:
             "share a model whose weights are plain tensors only (QLoRA is not supported). What to do: load it without "
             "quantization_config and train LoRA on it, or leave the keys of ds_npu.parallel out"
         )
+
+
+def trains_in_float64(model: nn.Module, config: Any, device: str) -> bool:
+    """Whether ``model`` has float64 weights, which DeepSpeed's ``config`` does not cast; ValueError on NPUs."""
+    is_cast = config.float16_config.enabled or config.bfloat16_config.enabled
+    wide = [name for name, weight in model.named_parameters() if weight.dtype == torch.float64 and not is_cast]
+    if wide and device == "npu":
+        raise ValueError(
+            f"{len(wide)} weights of {type(model).__name__} are float64 ({wide[0]} is the first), which NPUs neither "
+            "multiply nor reduce over ranks. What to do: call model.float(), or set bf16.enabled"
+        )
+    return bool(wide)
 
 
 def _asked(degrees: Degrees) -> str:

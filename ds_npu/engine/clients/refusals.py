@@ -1,4 +1,4 @@
-"""Refusals of models: distributed by another library, too, or quantised, or in a dtype that the device has not."""
+"""Refusals of models: distributed by another library, too, quantised, or float64 on NPUs; and of such settings."""
 
 from __future__ import annotations
 

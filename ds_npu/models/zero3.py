@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
 
 from ds_npu.models.attributes import attribute, has_attribute, remove_attributes
@@ -41,6 +43,12 @@ def partition(parameter: torch.Tensor) -> torch.Tensor | None:
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` was made under ``deepspeed.zero.Init``."""
     return has_attribute(parameter, "ds_tensor")
+
+
+def is_whole(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` has all of its values: ZeRO-3 does not partition it, or has gathered it."""
+    status = attribute(parameter, "ds_status", Enum)
+    return status is None or status.name == "AVAILABLE"
 
 
 def is_on_nvme(parameter: torch.Tensor) -> bool:

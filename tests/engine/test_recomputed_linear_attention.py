@@ -72,7 +72,7 @@ WORLDS: dict[str, dict[str, object]] = {
     "context": {"context": 2},
     "data": {},
 }
-CORNERS = [("qwen3_5", "context", (0,)), ("mamba2", "tensor", (1,))]
+CORNERS = [("qwen3_5", "context", (0,)), ("mamba2", "tensor", (1,)), ("olmo_hybrid", "sequence", (3,))]
 CASES = [(*each, (0, 1, 3)) for each in product(LAYERS, WORLDS) if each != (tiny_models.FLATTENS, "sequence")]
 
 
@@ -84,7 +84,7 @@ def test_gradients_are_those_of_one_process(family, world, stages):
 
 
 @pytest.mark.slow
-@pytest.mark.matrix(corners=2, drawn=1)
+@pytest.mark.matrix(corners=3, drawn=1)
 @pytest.mark.parametrize(("family", "world", "stages"), [*CORNERS, *CASES], ids=str)
 def test_a_run_is_that_without_to_the_bit(family, world, stages):
     run_on_ranks(2, to_the_bit, family, WORLDS[world], stages, deadline_s=600.0)

@@ -155,6 +155,20 @@ def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: weight.detach().clone().double() for name, weight in weights.items()}
 
 
+def hold_to_whole_weights(model: nn.Module) -> None:
+    """Fail a backward in which the gradient of a weight comes when ZeRO-3 has released the weight.
+
+    Where other code holds the gradient, autograd copies it into the shape that the weight has then.
+    """
+
+    def check(weight: nn.Parameter) -> None:
+        assert weight.shape == getattr(weight, "ds_shape", weight.shape), "it is released"
+
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(check)
+
+
 def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """The norm of all differences over the norm of all that is expected."""
     difference = sum((found[name] - value).square().sum() for name, value in expected.items())

@@ -33,6 +33,7 @@ def trained(model: torch.nn.Module, stage: int, section: dict[str, object]) -> l
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     config = tensor_rule.config(stage, torch.float32, section)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=weights, config=config)
+    rule.hold_to_whole_weights(model)
     torch.manual_seed(7)
     losses = []
     for ids in tensor_rule.batches(2 * rule.MICRO * rule.ACCUMULATION).split(rule.MICRO):

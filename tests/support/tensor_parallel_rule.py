@@ -98,6 +98,7 @@ def model_step(model: nn.Module, stage: int, dtype: torch.dtype, section: dict, 
 
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config(stage, dtype, section))
+    rule.hold_to_whole_weights(model)
     topology = engine.topology
     dp = topology.size("dp")
     mine = batches(MICRO * ACCUMULATION * dp).view(ACCUMULATION, dp, MICRO, LENGTH)[:, topology.rank("dp")]

@@ -17,7 +17,7 @@ from ds_npu.memory.held_tensor import HeldTensor
 from ds_npu.memory.recomputation import Recomputation, hold_tensor, without_outputs
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.zero3 import is_partitioned
+from ds_npu.models.zero3 import is_partitioned, is_whole
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, is_in_backward, new_forward, running, within
 from ds_npu.parallel.tensor.linear import ColumnLinear
@@ -58,7 +58,6 @@ class RecomputedNorm:
         """Wrap the forward of ``norm``."""
         if self._is_called_again.of(running()) or not is_recomputed(norm):
             return forward(*args, **kwargs)
-        # ZeRO-3 gathers a norm's weights for the norm's backward; the module that uses its output runs backward before.
         gathers = any(is_partitioned(parameter) for parameter in norm.parameters(recurse=False))
         again = partial(self._gathered, norm, forward) if gathers else forward
         made = recomputation_of(again, self.device_type, whole=True)
@@ -67,7 +66,9 @@ class RecomputedNorm:
         return y
 
     def _gathered(self, norm: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        if not is_in_backward():
+        # ZeRO-3 gathers a norm's weights for the norm's backward, in which a call of the module would release them; the
+        # module that uses the norm's output runs backward before.
+        if not is_in_backward() or all(map(is_whole, norm.parameters(recurse=False))):
             return forward(*args, **kwargs)
         with new_forward() as micro_batch:
             self._is_called_again.set(micro_batch, True)

@@ -38,12 +38,14 @@ def set_attribute(owner: object, name: str, value: object) -> None:
 @contextmanager
 def with_attributes(owner: object, values: Mapping[str, object]) -> Iterator[None]:
     """A context in which ``owner`` has ``values``, which are found before a module's parameters of the same names."""
+    before = {name: value for name, value in held(owner).items() if name in values}
     held(owner).update(values)
     try:
         yield
     finally:
         for name in values:
             del held(owner)[name]
+        held(owner).update(before)
 
 
 def copy_attributes(source: object, target: object) -> None:

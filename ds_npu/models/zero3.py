@@ -45,7 +45,7 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return has_attribute(parameter, "ds_tensor")
 
 
-def is_whole(parameter: torch.Tensor) -> bool:
+def is_gathered(parameter: torch.Tensor) -> bool:
     """Whether ``parameter`` has all of its values: ZeRO-3 does not partition it, or has gathered it."""
     status = attribute(parameter, "ds_status", Enum)
     return status is None or status.name == "AVAILABLE"

@@ -66,6 +66,19 @@ def test_a_run_is_that_without_to_the_bit(world, family, stages):
     run_on_ranks(ranks, each_stage, family, parallel, stages, deadline_s=900.0)
 
 
+def with_sinks() -> None:
+    """The attention function reads a parameter of its module, of which each tensor rank has a shard."""
+    rule.without_extension()
+    for stage in (0, 3):
+        core = {"attention core": {"recompute": {"attention_core": True}}}
+        same(lambda: tiny_models.tiny("gpt_oss", torch.float32), stage, {"parallel": {"tensor": 2}}, core)
+
+
+@pytest.mark.slow
+def test_attention_with_sinks():
+    run_on_ranks(2, with_sinks)
+
+
 def with_adapters() -> None:
     rule.without_extension()
     for stage in (0, 3):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_npu.features.build import Build
@@ -23,7 +23,7 @@ from ds_npu.models.attention_function import (
     implementation_of,
     register,
 )
-from ds_npu.models.attributes import attribute
+from ds_npu.models.attributes import attribute, attributes, with_attributes
 from ds_npu.models.hugging_face_model import transformers_module
 
 EAGER = "eager"
@@ -67,7 +67,14 @@ def _recomputed(model: nn.Module, whole: set[int], device_type: str) -> Implemen
         function: Attend = _eager_function(module) if name == EAGER else functions[name]
         if id(module) in whole or not is_recomputed(module):
             return function(module, *args, **kwargs)
-        return recomputation_of(partial(function, module), device_type)(*args, **kwargs)
+        # Shards that only the forward of the attention shows as plain tensors (sinks).
+        shown = attributes(module, torch.Tensor)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with with_attributes(module, shown):
+                return function(module, *args, **kwargs)
+
+        return recomputation_of(again, device_type)(*args, **kwargs)
 
     return Implementation(f"ds_npu_recomputed_{name}_{id(model)}", attend, masks[name])
 

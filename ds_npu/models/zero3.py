@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 
 from ds_npu.models.attributes import attribute, has_attribute, remove_attributes
@@ -46,9 +44,8 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def is_gathered(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` has all of its values: ZeRO-3 does not partition it, or has gathered it."""
-    status = attribute(parameter, "ds_status", Enum)
-    return status is None or status.name == "AVAILABLE"
+    """Whether ZeRO-3 has gathered ``parameter`` for a module that has not ended."""
+    return bool(attribute(parameter, "ds_active_sub_modules", set))
 
 
 def is_on_nvme(parameter: torch.Tensor) -> bool:

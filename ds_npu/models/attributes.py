@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
+
+from torch import nn
 
 from ds_npu.parallel.runtime.marks import held
 
@@ -38,14 +40,20 @@ def set_attribute(owner: object, name: str, value: object) -> None:
 @contextmanager
 def with_attributes(owner: object, values: Mapping[str, object]) -> Iterator[None]:
     """A context in which ``owner`` has ``values``, which are found before a module's parameters of the same names."""
-    before = {name: value for name, value in held(owner).items() if name in values}
     held(owner).update(values)
     try:
         yield
     finally:
         for name in values:
             del held(owner)[name]
-        held(owner).update(before)
+
+
+@contextmanager
+def with_plain_weights(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """A context in which ``module`` has its parameters ``names`` as plain tensors."""
+    weights = [(name, module.get_parameter(name)) for name in names]
+    with with_attributes(module, {name: weight.view_as(weight) for name, weight in weights}):
+        yield
 
 
 def copy_attributes(source: object, target: object) -> None:

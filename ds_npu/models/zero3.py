@@ -43,8 +43,8 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
     return has_attribute(parameter, "ds_tensor")
 
 
-def is_gathered(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has gathered ``parameter`` for a module that has not ended."""
+def is_in_use(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 has gathered ``parameter`` for a module whose forward or backward has not ended."""
     return bool(attribute(parameter, "ds_active_sub_modules", set))
 
 

@@ -40,7 +40,7 @@ KINDS = {
     ),
 }
 PARALLEL = {"both": (4, {"tensor": 2, "context": 2}), "context": (2, {"context": 2}), "tensor": (2, {"tensor": 2})}
-"""The first is the one that each CI runs: weights are then also on their way from the ranks of the same shard."""
+"""Each CI runs the first, in which shards are gathered behind the step, too."""
 EXPERTS = {"expert": (2, {"expert": 2, "tensor": 2})}
 STAGED = {"pipeline": (2, {"pipeline": 2}), "pipeline, tensor": (4, {"pipeline": 2, "tensor": 2})}
 SUMS = ("sft", "sft, padding free", "sft, assistant only")

@@ -1,4 +1,4 @@
-"""Refusals of models: distributed by another library, too, quantised, or float64 on NPUs; and of such settings."""
+"""Refusals of models that another library distributes, too, that are quantised, or float64 on NPUs."""
 
 from __future__ import annotations
 
@@ -52,9 +52,13 @@ def check_not_quantized(model: nn.Module, degrees: Degrees) -> None:
 
 
 def trains_in_float64(model: nn.Module, config: Any, device: str) -> bool:
-    """Whether ``model`` has float64 weights, which DeepSpeed's ``config`` does not cast; ValueError on NPUs."""
-    is_cast = config.float16_config.enabled or config.bfloat16_config.enabled
-    wide = [name for name, weight in model.named_parameters() if weight.dtype == torch.float64 and not is_cast]
+    """Whether ``model`` has float64 weights that DeepSpeed's ``config`` does not cast.
+
+    Raises ValueError on NPUs.
+    """
+    if config.float16_config.enabled or config.bfloat16_config.enabled:
+        return False
+    wide = [name for name, weight in model.named_parameters() if weight.dtype == torch.float64]
     if wide and device == "npu":
         raise ValueError(
             f"{len(wide)} weights of {type(model).__name__} are float64 ({wide[0]} is the first), which NPUs neither "

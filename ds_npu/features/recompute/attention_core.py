@@ -23,8 +23,9 @@ from ds_npu.models.attention_function import (
     implementation_of,
     register,
 )
-from ds_npu.models.attributes import attribute, attributes, with_attributes
+from ds_npu.models.attributes import attribute, attributes, with_plain_weights
 from ds_npu.models.hugging_face_model import transformers_module
+from ds_npu.parallel.runtime.micro_batch import is_in_backward
 
 EAGER = "eager"
 EAGER_FUNCTION = "eager_attention_forward"
@@ -67,11 +68,12 @@ def _recomputed(model: nn.Module, whole: set[int], device_type: str) -> Implemen
         function: Attend = _eager_function(module) if name == EAGER else functions[name]
         if id(module) in whole or not is_recomputed(module):
             return function(module, *args, **kwargs)
-        # Shards that only the forward of the attention shows as plain tensors (sinks).
-        shown = attributes(module, torch.Tensor)
+        # The forward of a sharded attention has its weights (sinks) as plain tensors. In backward ZeRO-3 has gathered
+        # them anew.
+        plain = attributes(module, torch.Tensor).keys() & module._parameters.keys()
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with with_attributes(module, shown):
+            with with_plain_weights(module, plain if is_in_backward() else ()):
                 return function(module, *args, **kwargs)
 
         return recomputation_of(again, device_type)(*args, **kwargs)

@@ -17,7 +17,7 @@ from ds_npu.memory.held_tensor import HeldTensor
 from ds_npu.memory.recomputation import Recomputation, hold_tensor, without_outputs
 from ds_npu.models.attributes import set_attribute
 from ds_npu.models.plan import ModelPlan
-from ds_npu.models.zero3 import is_gathered, is_partitioned
+from ds_npu.models.zero3 import is_in_use, is_partitioned
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, P, R, wrap_forward
 from ds_npu.parallel.runtime.micro_batch import Fact, is_in_backward, new_forward, running, within
 from ds_npu.parallel.tensor.linear import ColumnLinear
@@ -66,9 +66,10 @@ class RecomputedNorm:
         return y
 
     def _gathered(self, norm: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        # ZeRO-3 gathers a norm's weights for the norm's backward, in which a call of the module would release them; the
-        # module that uses the norm's output runs backward before.
-        if not is_in_backward() or all(map(is_gathered, norm.parameters(recurse=False))):
+        # ZeRO-3 gathers a norm's weights for the norm's backward, in which a call of the module would release them. The
+        # module that uses the norm's output runs backward before, and then the call gathers them. Weights that were
+        # gathered ahead do not count: they differ between micro-batches, and the calls must not (gather_plan).
+        if not is_in_backward() or all(map(is_in_use, norm.parameters(recurse=False))):
             return forward(*args, **kwargs)
         with new_forward() as micro_batch:
             self._is_called_again.set(micro_batch, True)

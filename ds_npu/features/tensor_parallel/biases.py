@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_npu.models.attributes import with_attributes
+from ds_npu.models.attributes import with_plain_weights
 from ds_npu.parallel.runtime.forward_wraps import Forward, Level, wrap_forward
 
 BIASES = ("alibi", "position_bias")
@@ -51,8 +51,7 @@ def use_own_numbers(attention: nn.Module, names: Sequence[str]) -> None:
     """
 
     def with_shards(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        shards = {name: attention.get_parameter(name) for name in names}
-        with with_attributes(attention, {name: each.view_as(each) for name, each in shards.items()}):
+        with with_plain_weights(attention, names):
             return forward(*args, **kwargs)
 
     wrap_forward(attention, with_shards, Level.REGION)

@@ -24,8 +24,7 @@ DEV = Path("/dev")
 BUFFER_SIZE = "hccl_buffer_size"
 """The key of torch_npu's ``hccl_config`` for the size of a communicator's buffers, in MiB."""
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
-CPU_VARIABLES = {"DS_ACCELERATOR": "cpu", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-"""Environment variables that keep DeepSpeed and torch from importing torch_npu by themselves."""
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 
 @dataclass(frozen=True)
@@ -108,15 +107,16 @@ def missing_functions(names: Sequence[str]) -> Unavailable | None:
 def use_cpu() -> str:
     """Advice for running on the CPU on purpose.
 
-    To set the variables that are not set yet, or else to uninstall torch_npu.
+    To set ``DS_ACCELERATOR``, and to let ds_npu's start-up line see to it that an unusable torch_npu counts as not
+    installed; where both are done already, to uninstall torch_npu.
     """
-    missing = [f"{name}={value}" for name, value in CPU_VARIABLES.items() if os.environ.get(name) != value]
-    if missing:
-        return f"set {' and '.join(missing)} to run on the CPU on purpose"
+    ways = ["set DS_ACCELERATOR=cpu"] if os.environ.get("DS_ACCELERATOR") != "cpu" else []
+    ways += [f"unset {AUTOLOAD}"] if os.environ.get(AUTOLOAD) == "0" else []
+    if ways:
+        return f"{' and '.join(ways)} to run on the CPU on purpose"
     return (
-        "uninstall torch_npu to run on the CPU on purpose: DS_ACCELERATOR=cpu and TORCH_DEVICE_BACKEND_AUTOLOAD=0 are "
-        "set and keep DeepSpeed and torch from importing it, but the script or a library imports it by itself; for one "
-        "that only looks whether there is a torch_npu (transformers), unset TORCH_DEVICE_BACKEND_AUTOLOAD"
+        "uninstall torch_npu to run on the CPU on purpose: DS_ACCELERATOR=cpu is set, and keeps DeepSpeed from "
+        "importing it, but the script or a library does so itself"
     )
 
 
@@ -240,8 +240,8 @@ def _import_failure(error: BaseException) -> Unavailable:
     texts = [str(link) for link in _chain(error)]
     for pattern, reason, advice in _IMPORT_FAILURES:
         for match in filter(None, (re.search(pattern, text, re.DOTALL) for text in texts)):
-            off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0"
-            ways = {"cpu": use_cpu(), "other": "uninstall it" if off else "set TORCH_DEVICE_BACKEND_AUTOLOAD=0"}
+            off = os.environ.get(AUTOLOAD) == "0"
+            ways = {"cpu": use_cpu(), "other": "uninstall it" if off else f"set {AUTOLOAD}=0"}
             return Unavailable(reason.format(*match.groups()), advice.format(*match.groups(), **ways))
     return Unavailable(
         f"importing torch_npu ended in {type(error).__name__}: {texts[-1].strip() or 'no message'}",

@@ -37,7 +37,7 @@ class MethodCard:
     until: str
 
 
-_EVENTS = "DeepSpeed calls engines nothing back around a step, a backward or a load"
+_EVENTS = "DeepSpeed calls engines nothing back around a step, a backward, a load or their end"
 _EVENTS_UNTIL = "DeepSpeed has callbacks of engines"
 _STATE = "masters and the state of the optimizer are kept in another form between steps (ds_npu.optimizer_memory)"
 _STATE_WHY = "the state is an attribute that many methods read and write, without an accessor"
@@ -98,6 +98,15 @@ CARDS: tuple[MethodCard, ...] = (
         "subscribers are told that a checkpoint has been loaded",
         _EVENTS,
         "runtime/engine.py:4395",
+        _EVENTS_UNTIL,
+    ),
+    MethodCard(
+        (ENGINE, PIPELINE),
+        "destroy",
+        (),
+        "the watch over an engine that is destroyed ends",
+        _EVENTS,
+        "runtime/engine.py:1243",
         _EVENTS_UNTIL,
     ),
     MethodCard(

@@ -120,6 +120,10 @@ class EngineEvents:
         """Call ``function`` when a checkpoint has been loaded."""
         wrap_method(self._engine, "load_checkpoint", partial(_with_after, function), level)
 
+    def after_destroy(self, level: MethodLevel, function: Action) -> None:
+        """Call ``function`` when the script has destroyed the engine."""
+        wrap_method(self._engine, "destroy", partial(_with_after, function), level)
+
     def around_calls(self, level: MethodLevel, context: Context) -> list[Undo]:
         """Run each of the engine's CALLS within a context of its own; returns functions that end this."""
         run = partial(_within, context)

@@ -21,6 +21,16 @@ class Engine:
         self.global_steps, self.micro_steps, self.module = 0, 0, torch.nn.Linear(1, 1)
 
 
+class JointCalls:
+    """Those of this process."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def say_where(self) -> None:
+        self.told += 1
+
+
 def watch_after_steps(seconds: float, steps: int = 6, factor: int = 10) -> StallWatch:
     """A watch that has seen steps of so many ``seconds``; the clock stands at ``steps`` * ``seconds``."""
     watch = StallWatch(factor, "rank 1 of 4")
@@ -79,11 +89,11 @@ def test_a_pause_is_called_by_its_name():
 def test_an_engine_that_the_script_has_finished_with_does_not_stand_still():
     finished, used = watch_after_steps(1.0), watch_after_steps(1.0)
     for second in range(7, 1000):
-        assert finished.look(second, (6, 6), is_training=True, others=[used]) is None
-        assert used.look(second, (second, second), is_training=True, others=[finished]) is None
+        assert finished.look(second, (6, 6), is_training=True, last_moved=used.moved) is None
+        assert used.look(second, (second, second), is_training=True, last_moved=finished.moved) is None
     # A step of the one that is used hangs: that one says so, and only that one.
     said = [
-        watch.look(999 + LEAST_SECONDS, counters, is_training=True, others=[other])
+        watch.look(999 + LEAST_SECONDS, counters, is_training=True, last_moved=other.moved)
         for watch, other, counters in [(finished, used, (6, 6)), (used, finished, (999, 999))]
     ]
     assert said[0] is None and said[1].startswith("rank 1 of 4 has stood still for 60 s, after step 999")
@@ -121,12 +131,23 @@ def test_it_speaks_three_times_at_most():
     assert len(spoken) == MOST_REPORTS and "says no more of this" in spoken[-1]
 
 
-def test_threads_of_two_engines_know_of_each_other(monkeypatch, capfd):
+def test_an_engine_that_the_script_has_destroyed_is_not_reported_and_another_one_is_again():
+    destroyed, other = watch_after_steps(1.0), watch_after_steps(0.9)
+    assert other.look(6.0 + LEAST_SECONDS, (6, 6), is_training=True, last_moved=destroyed.moved) is None
+    destroyed.end()
+    begun = 6.0 + LEAST_SECONDS
+    assert destroyed.look(begun + 2 * PAUSE_SECONDS, (6, 6), is_training=True, last_moved=other.moved) is None
+    said = other.look(begun + LEAST_SECONDS, (6, 6), is_training=True, last_moved=destroyed.moved)
+    assert said.startswith("rank 1 of 4 has stood still for 60 s, after step 6")
+
+
+def test_one_thread_looks_after_two_engines(monkeypatch, capfd):
     monkeypatch.setattr(stalls, "LOOK_EVERY_SECONDS", 0.02)
     engines = finished, used = [Engine(), Engine()]
-    threads = [
+    thread, again = [
         watch_for_stalls(each, StallWatch(2, "rank 0 of 1", least=0.3, pause=0.6), lambda: None) for each in engines
     ]
+    assert thread is again
     for engine, steps in ((finished, 5), (used, 20)):
         for _ in range(steps):
             time.sleep(0.05)
@@ -136,9 +157,29 @@ def test_threads_of_two_engines_know_of_each_other(monkeypatch, capfd):
     assert said.count("has stood still") == 1 and ", after step 20 (" in said
     del engines, engine, finished, used
     gc.collect()
-    for thread in threads:
-        thread.join(5)
-        assert not thread.is_alive()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_engine_tells_where_it_stands_while_another_one_moves(monkeypatch):
+    """A rank may wait for this one in a call of the engine that stands still."""
+    monkeypatch.setattr(stalls, "LOOK_EVERY_SECONDS", 0.02)
+    monkeypatch.setattr(stalls, "STILL_SECONDS", 0.6)
+    joint_calls, engines = JointCalls(), [Engine(), Engine(), Engine()]
+    used = engines[0]
+    for engine in engines:
+        when_still = (lambda: None) if engine is used else joint_calls.say_where
+        thread = watch_for_stalls(engine, StallWatch(2, "rank 0 of 1"), when_still)
+    for _ in range(30):
+        time.sleep(0.05)
+        used.global_steps += 1
+    engines.clear()
+    del engine, used
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+    # Every 0.6 s, and once for the two engines that share them.
+    assert 1 <= joint_calls.told <= 3
 
 
 def test_an_engine_without_the_section_is_seen(monkeypatch, capfd):

@@ -15,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ds_npu.plain_engines import plain_counters
@@ -41,7 +41,7 @@ FRAMES_OF_OTHERS = 4
 
 @dataclass(eq=False)
 class StallWatch:
-    """The state of one engine's thread; ``look`` is called regularly with the clock's time in seconds."""
+    """The state of one engine's watch; ``look`` is called regularly with the clock's time in seconds."""
 
     factor: int
     """How many median steps count as a stall; 0: no reports, but watches of other engines see this one move."""
@@ -61,15 +61,13 @@ class StallWatch:
     reports: int = 0
     is_reported: bool = False
 
-    def look(
-        self, now: float, counters: tuple[int, int], *, is_training: bool, others: Iterable[StallWatch] = ()
-    ) -> str | None:
-        """The message, if any, for an engine with these ``counters``; ``others``: the watches of other engines."""
+    def look(self, now: float, counters: tuple[int, int], *, is_training: bool, last_moved: float = 0.0) -> str | None:
+        """The message, if any, for an engine with these ``counters``; ``last_moved``: when any engine last moved."""
         if counters != self.counters:
             message = f"{self.rank_text} goes on, after {now - self.moved:.0f} s" if self.is_reported else None
             self._note(now, counters)
             return message
-        if any(other.moved > self.moved for other in others):
+        if last_moved > self.moved:
             self.unused = now
         silence = now - max(self.moved, self.unused)
         if self.is_reported or self.reports == MOST_REPORTS or silence < self.limit(is_training=is_training):
@@ -103,6 +101,10 @@ class StallWatch:
             return self.pause
         return max(self.least, self.factor * self.median)
 
+    def end(self) -> None:
+        """The script has destroyed the engine: report nothing any more, and let others be reported again."""
+        self.factor, self.moved = 0, 0.0
+
     def _note(self, now: float, counters: tuple[int, int]) -> None:
         steps = counters[0] - self.counters[0]
         if steps > 0:
@@ -114,47 +116,75 @@ class StallWatch:
         self.is_reported = False
 
 
-_WATCHES: weakref.WeakSet[StallWatch] = weakref.WeakSet()
-_CHANGING = threading.Lock()
-"""Held while _WATCHES is read or changed: each engine has a thread of its own."""
+@dataclass(eq=False)
+class _Watched:
+    """An engine, its watch, and what is called while it does not move."""
+
+    engine: weakref.ref[TrainingEngine]
+    watch: StallWatch
+    when_still: Callable[[], None]
 
 
-def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Callable[[], None]) -> threading.Thread:
-    """Start the thread that looks after ``engine``, a DeepSpeed engine; it ends with the engine.
+class _Lookout:
+    """The thread that looks after all engines of this process; it ends with the last of them."""
 
-    ``when_still`` is called every STILL_SECONDS while nothing moves.
-    """
-    alive = weakref.ref(engine)
-    watch.moved = time.monotonic()
-    with _CHANGING:
-        _WATCHES.add(watch)
+    def __init__(self) -> None:
+        self.watched: list[_Watched] = []
+        self.thread: threading.Thread | None = None
+        self.changing = threading.Lock()
+        """Held while the two are changed."""
 
-    def look_again_and_again() -> None:
-        asked = watch.moved
+    def add(self, watched: _Watched) -> threading.Thread:
+        with self.changing:
+            self.watched.append(watched)
+            # The threads of a process do not live on in one that is forked from it.
+            if self.thread is None or not self.thread.is_alive():
+                self.thread = threading.Thread(target=self._look_again_and_again, name="ds_npu watch", daemon=True)
+                self.thread.start()
+            return self.thread
+
+    def _look_again_and_again(self) -> None:
+        asked = time.monotonic()
         plain = StallWatch(0, "engines without the section", counters=plain_counters())
         while True:
             time.sleep(LOOK_EVERY_SECONDS)
-            engine = alive()
-            if engine is None:
-                with _CHANGING:
-                    _WATCHES.discard(watch)
-                return
-            counters = (engine.global_steps, engine.micro_steps)
-            is_training = engine.module.training
-            del engine
-            with _CHANGING:
-                others = [each for each in _WATCHES if each is not watch]
+            with self.changing:
+                self.watched = watched = [each for each in self.watched if each.engine() is not None]
+                if not watched:
+                    self.thread = None
+                    return
             plain.look(time.monotonic(), plain_counters(), is_training=True)
-            message = watch.look(time.monotonic(), counters, is_training=is_training, others=[*others, plain])
-            if time.monotonic() - max(watch.moved, asked) > STILL_SECONDS:
+            last_moved = max(plain.moved, *(each.watch.moved for each in watched))
+            for each in watched:
+                _look_at(each, last_moved)
+            if time.monotonic() - asked > STILL_SECONDS:
                 asked = time.monotonic()
-                when_still()
-            if message is not None:
-                os.write(2, f"[ds_npu] WARNING: {message}\n".encode())
+                # Engines of one world share their joint calls, which are told once.
+                for when_still in {each.when_still for each in watched if asked - each.watch.moved > STILL_SECONDS}:
+                    when_still()
 
-    thread = threading.Thread(target=look_again_and_again, name="ds_npu watch", daemon=True)
-    thread.start()
-    return thread
+
+_LOOKOUT = _Lookout()
+
+
+def watch_for_stalls(engine: TrainingEngine, watch: StallWatch, when_still: Callable[[], None]) -> threading.Thread:
+    """Look after ``engine``, a DeepSpeed engine, while it is there; returns the thread that does.
+
+    ``when_still`` is called every STILL_SECONDS while the engine does not move.
+    """
+    watch.moved = time.monotonic()
+    return _LOOKOUT.add(_Watched(weakref.ref(engine), watch, when_still))
+
+
+def _look_at(watched: _Watched, last_moved: float) -> None:
+    engine = watched.engine()
+    if engine is None:
+        return
+    counters, is_training = (engine.global_steps, engine.micro_steps), engine.module.training
+    del engine
+    message = watched.watch.look(time.monotonic(), counters, is_training=is_training, last_moved=last_moved)
+    if message is not None:
+        os.write(2, f"[ds_npu] WARNING: {message}\n".encode())
 
 
 def _lines(stack: traceback.StackSummary, most: int, outermost: int = 0) -> list[str]:

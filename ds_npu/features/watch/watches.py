@@ -14,6 +14,7 @@ from ds_npu.features.watch.not_finite import stop_at_not_finite
 from ds_npu.features.watch.stalls import StallWatch, watch_for_stalls
 from ds_npu.features.watch.throughput import write_throughput
 from ds_npu.features.watch.utilisation import tell_utilisation
+from ds_npu.zero_ext.method_wraps import MethodLevel
 from ds_npu.zero_ext.training_engine import TrainingEngine
 
 FOLDER = "not_finite"
@@ -43,7 +44,12 @@ def _quietly(install: Callable[[TrainingEngine], object], engine: TrainingEngine
 
 def _look_after_steps(factor: int, engine: TrainingEngine) -> None:
     watch = StallWatch(factor, f"rank {dist.get_rank()} of {dist.get_world_size()}")
-    watch_for_stalls(engine, watch, engine.joint_calls.say_where if factor else lambda: None)
+    watch_for_stalls(engine, watch, engine.joint_calls.say_where if factor else _say_nothing)
+    engine.events.after_destroy(MethodLevel.THROUGHPUT, watch.end)
+
+
+def _say_nothing() -> None:
+    """Stands for what a watch without reports tells other ranks."""
 
 
 WATCH: Feature[WatchSection] = Feature("watch", parts=_parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -120,9 +121,23 @@ class EngineEvents:
         """Call ``function`` when a checkpoint has been loaded."""
         wrap_method(self._engine, "load_checkpoint", partial(_with_after, function), level)
 
-    def after_destroy(self, level: MethodLevel, function: Action) -> None:
-        """Call ``function`` when the script has destroyed the engine."""
-        wrap_method(self._engine, "destroy", partial(_with_after, function), level)
+    def after_destroy(self, level: MethodLevel, function: Action) -> Undo:
+        """Call ``function`` when the engine has been destroyed, by the script or by Python where nothing refers to it.
+
+        Returns a function that ends this.
+        """
+        return wrap_method(self._engine, "destroy", partial(_with_after, function), level)
+
+    def at_end(self, level: MethodLevel, function: Action) -> None:
+        """Call ``function`` once: when the script has destroyed the engine, or else when the process ends."""
+
+        def end() -> None:
+            undo()
+            atexit.unregister(end)
+            function()
+
+        atexit.register(end)
+        undo = self.after_destroy(level, end)
 
     def around_calls(self, level: MethodLevel, context: Context) -> list[Undo]:
         """Run each of the engine's CALLS within a context of its own; returns functions that end this."""

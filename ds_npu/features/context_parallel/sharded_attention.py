@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,6 +14,7 @@ from ds_npu.features.context_parallel.sharded_batch import RunningBatch, Sequenc
 from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.models import attention_mask as masks
 from ds_npu.models.attention_function import (
+    Implementation,
     attention_function,
     in_autocast_dtype,
     mask_of_module,
@@ -35,6 +37,18 @@ class SequenceShardAttention:
         self.name = f"ds_npu_context_{next(_numbers)}"
         self.not_called: dict[nn.Module, str] = {}
         """Attentions of the model, with their names, that have not called ``attend`` since the first forward began."""
+
+    def implementation(self) -> Implementation:
+        """The entry of transformers' registries: they keep it as long as the process lives, and not the model."""
+        owner = weakref.ref(self)
+
+        def attend(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+            return _there(owner()).attend(*args, **kwargs)
+
+        def mask(**arguments: Any) -> torch.Tensor | Mask | PackedMask | SequenceShardMask | None:
+            return _there(owner()).mask(**arguments)
+
+        return Implementation(self.name, attend, mask)
 
     def mask(self, **arguments: Any) -> torch.Tensor | Mask | PackedMask | SequenceShardMask | None:
         """The mask function (see ``attention_mask.attention_mask``).
@@ -113,6 +127,12 @@ class SequenceShardAttention:
                 "sequences by the attentions that do",
             )
         return out
+
+
+def _there(found: SequenceShardAttention | None) -> SequenceShardAttention:
+    if found is None:
+        raise RuntimeError("attention over context ranks: called for a model that is gone")
+    return found
 
 
 def _with_padding(band: Mask, batch: ShardedBatch) -> Mask:

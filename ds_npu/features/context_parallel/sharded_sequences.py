@@ -36,7 +36,7 @@ from ds_npu.features.context_parallel.value_exchange import ValueExchangeOverlap
 from ds_npu.features.declaration import Change, making
 from ds_npu.features.loss.model_loss import LossLevel, shifts
 from ds_npu.features.modules.attention_exchange import exchanges_of_attention
-from ds_npu.models.attention_function import Implementation, check_exchangeable, use_attention
+from ds_npu.models.attention_function import check_exchangeable, use_attention
 from ds_npu.models.attributes import attribute
 from ds_npu.models.guards import check_not_compiled, refuse_compiling, refuse_copies
 from ds_npu.models.hugging_face_model import HuggingFaceModel, decoder_of, outermost_hugging_face_models
@@ -107,8 +107,7 @@ class _SequenceSharder:
         values = ValueExchangeOverlap(self.model, plan, topology, running_batch)
         attention = SequenceShardAttention(running_batch, values)
         attention.not_called = {module: name for name, module in attentions_of(inner).items()}
-        ours = Implementation(attention.name, attention.attend, attention.mask)
-        make = partial(use_attention, self.model, ours)
+        make = partial(use_attention, self.model, attention.implementation())
         yield from exchanges_of_attention(self.model, "over sequence shards", make)
         for name in values.projections:
             # Registered in the first forward, so behind other hooks.

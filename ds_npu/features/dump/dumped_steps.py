@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -141,7 +140,7 @@ def _install(section: DumpSection, build: Build, borders: Sequence[str], engine:
     events.around_calls(MethodLevel.DUMP, dumping.around_call)
     events.before_step(MethodLevel.DUMP, dumping.before_step)
     events.after_step(MethodLevel.DUMP, dumping.after_step)
-    atexit.register(dumping.say_missing)
+    events.at_end(MethodLevel.DUMP, dumping.say_missing)
     return list(_announced(section, engine, borders))
 
 

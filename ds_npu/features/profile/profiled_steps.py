@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -198,7 +197,7 @@ def _install(section: ProfileSection, build: Build, engine: TrainingEngine) -> l
     window = Window(engine, section, header, recorder)
     window.undo += engine.events.around_calls(MethodLevel.PROFILE, window.around_call)
     window.undo.append(engine.events.after_step(MethodLevel.PROFILE, window.after_step))
-    atexit.register(window.say_missing)
+    engine.events.at_end(MethodLevel.PROFILE, window.say_missing)
     first, last = section.steps
     return [f"profile: steps {first} to {last} are recorded, and go to {section.folder}"]
 

@@ -180,7 +180,8 @@ def _look_at(watched: _Watched, last_moved: float) -> None:
     engine = watched.engine()
     if engine is None:
         return
-    counters, is_training = (engine.global_steps, engine.micro_steps), engine.module.training
+    counters = (engine.global_steps, engine.micro_steps)
+    is_training = engine.module.training
     del engine
     message = watched.watch.look(time.monotonic(), counters, is_training=is_training, last_moved=last_moved)
     if message is not None:

@@ -68,8 +68,8 @@ def fails(case: str, folder: str, sample: int) -> None:
     seen: Counter[str] = Counter()
     for first in places(counted, sample):
         # A later step allocates less, and after a backward that has not ended ZeRO 2 and 3 reduce nothing any more.
-        # DeepSpeed's hooks keep an engine, and ZeRO 3 (0.19.8) even one that is destroyed: its weights, with gradients in
-        # a bucket. Later collections pass these over.
+        # DeepSpeed's hooks keep an engine, and ZeRO 3 (0.19.8) even one that is destroyed: its weights, with gradients
+        # in a bucket. Later collections pass these over.
         run.engine.module.zero_grad()
         run.engine.destroy()
         del run

@@ -110,6 +110,15 @@ CARDS: tuple[MethodCard, ...] = (
         _EVENTS_UNTIL,
     ),
     MethodCard(
+        (ZERO_3,),
+        "destroy",
+        (),
+        "lists and caches of DeepSpeed's let its modules go",
+        "they keep the model of every engine as long as the process lives",
+        "runtime/zero/stage3.py:539",
+        "DeepSpeed lets them go itself",
+    ),
+    MethodCard(
         (MONITOR,),
         "write_events",
         ("event_list",),

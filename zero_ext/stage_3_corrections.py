@@ -1,4 +1,4 @@
-"""Corrections of DeepSpeed's ZeRO 3: the averages and norms of gradients, and when weights are gathered."""
+"""Corrections of DeepSpeed's ZeRO 3: averages and norms of gradients, when weights are gathered, what is let go."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ds_npu.parallel.runtime.placement import placement_of
 from ds_npu.topology.topology import Topology
-from ds_npu.zero_ext.method_wraps import MethodLevel, replace_method, wrap_method
+from ds_npu.zero_ext.method_wraps import MethodLevel, replace_method, without_nvtx, wrap_method
 
 REDUCE_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 ALL_REDUCE = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads"
 REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+RELEASED = "_PartitionedParameterCoordinator__params_to_release"
 GATHERS = "_DeepSpeedZeRoOffload__allgather_stream"
 
 Parameters = Sequence[nn.Parameter]
@@ -123,6 +126,24 @@ def gather_after_steps(optimizer: Any) -> None:
         return done
 
     wrap_method(optimizer, "step", stepped, MethodLevel.CORRECTION)
+
+
+def let_go_when_destroyed(optimizer: Any) -> None:
+    """Let Python collect ``optimizer``, ZeRO 3's, and its engine and weights, when the engine has been destroyed.
+
+    DeepSpeed (0.19.8) keeps them: a list of the modules whose forward runs (runtime/zero/parameter_offload.py:315)
+    begins with the model of every engine, and keeps the modules of a forward that has raised; a method's cache
+    (runtime/zero/partitioned_param_coordinator.py:633) has modules as keys.
+    """
+    modules = set(optimizer.parameter_offload.module.modules())
+    released: Any = without_nvtx(getattr(PartitionedParameterCoordinator, RELEASED))
+
+    def destroyed(destroy: Callable[[], None]) -> None:
+        destroy()
+        FWD_MODULE_STACK[:] = [module for module in FWD_MODULE_STACK if module not in modules]
+        released.cache_clear()
+
+    wrap_method(optimizer, "destroy", destroyed, MethodLevel.CORRECTION)
 
 
 def reduce_behind_the_next_forward(optimizer: Any, behind_waits: Callable[[], None]) -> None:

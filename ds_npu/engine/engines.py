@@ -71,6 +71,7 @@ from ds_npu.zero_ext.stage_3_corrections import (
     average_over_data_ranks,
     gather_after_steps,
     gathered_as_one,
+    let_go_when_destroyed,
     reduce_behind_the_next_forward,
 )
 from ds_npu.zero_ext.swapped_states import keep_in_checkpoints
@@ -235,6 +236,7 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
         if isinstance(zero, DeepSpeedZeroOptimizer_Stage3):
             average_over_data_ranks(zero, self.topology)
             keep_in_checkpoints(zero)
+            let_go_when_destroyed(zero)
             reduce_behind_the_next_forward(zero, scatter_gradients(self, zero, self.topology))
             if reason := install_gathers(self, zero):
                 logger().debug("DeepSpeed's own code gathers weights: %s", reason)

@@ -19,6 +19,8 @@ MEMORY = {"recompute": {"norm": True, "attention_core": True}, "swap": {"activat
 REPORTS = {"memory_report": True, "watch": {"finite": True, "mfu": True}, "checkpoint": {"asynchronous": True}}
 SECTIONS: dict[str, tuple[str, int, dict[str, object]]] = {
     "tensor": ("llama", 1, {"parallel": {"tensor": 2, "sequence_parallel": True}} | MEMORY),
+    "ZeRO 3": ("llama", 3, {"fused_ops": {}}),
+    "ZeRO 3, experts": ("mixtral", 3, {"parallel": {"expert": 2}} | MEMORY),
     "context": ("llama", 1, {"parallel": {"context": 2}} | MEMORY),
     "context, without ZeRO": ("gemma2", 0, {"parallel": {"context": 2}}),
     "pipeline": ("llama", 1, {"parallel": {"pipeline": 2}}),
@@ -45,6 +47,9 @@ def is_collected(family: str, stage: int, section: dict[str, object]) -> bool:
     }
     engine = deepspeed.initialize(model=tiny_models.tiny(family, torch.float32), config=config)[0]
     steps(engine, 2)
+    if stage == 3:
+        with pytest.raises(IndexError):
+            engine(input_ids=torch.full((2, 16), 10**6))
     found = [weakref.ref(engine), weakref.ref(engine.module)]
     engine.destroy()
     del engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -72,8 +73,16 @@ def fails(case: str, folder: str, sample: int) -> None:
         del run
         gc.collect()
         run = resumed()
-        with shortage(DEVICE, first), pytest.raises(RuntimeError, match=r"apply for memory|out of memory"):
-            run.step(3)
+        try:
+            with shortage(DEVICE, first) as made:
+                run.step(3)
+        except RuntimeError as error:
+            assert re.search(r"apply for memory|out of memory", str(error)), error
+        else:
+            # What swap copies depends on how long copies took: a step may allocate less than the one that was counted.
+            assert made[0] < first and first > 0.9 * sum(counted), (case, first, made, counted)
+            assert rig.alike([run.loss, *run.held()], expected), (case, first)
+            continue
         torch.npu.synchronize()
         seen[run.phase] += 1
         refused = check_whole_or_refused(run, before)

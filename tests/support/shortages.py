@@ -33,13 +33,14 @@ def _fail_from(name: str, first: int) -> int:
 
 
 @contextmanager
-def shortage(name: str, first: int) -> Iterator[None]:
-    """Within it, calls of ``name`` fail from number ``first`` on."""
+def shortage(name: str, first: int) -> Iterator[list[int]]:
+    """Within it, calls of ``name`` fail from number ``first`` on; yields a list, which has their number afterwards."""
     _fail_from(name, first)
+    made: list[int] = []
     try:
-        yield
+        yield made
     finally:
-        _fail_from("", 0)
+        made.append(_fail_from("", 0))
 
 
 def counts(name: str, phases: Iterator[None]) -> list[int]:

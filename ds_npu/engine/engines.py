@@ -100,9 +100,8 @@ class NpuEngine(AnyLayoutCheckpoints, WeightsOnly, ExpertView, WholeMatrices, Wh
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         use_own_device(kwargs.get("args"))
         session, model = kwargs["config_class"].ds_npu, kwargs["model"]
-        check_whole(model, session.topology.degrees)
-        check_no_own_experts(model, session.topology.degrees)
-        check_not_quantized(model, session.topology.degrees)
+        for check in (check_whole, check_no_own_experts, check_not_quantized):
+            check(model, session.topology.degrees)
         is_pipeline = isinstance(model, PipelineModule)
         self.build = Build(
             session.topology,

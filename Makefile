@@ -105,7 +105,7 @@ whole: $(STAMP) unlock
 		--then env BUDGET=$${BUDGET:-400} python -m pytest
 
 # Touches of the same memory that nothing orders, looked for in what tests/npu runs: of every test the drawn cases, in an
-# exhaustive run, too, since the record of a run must fit into memory.
+# exhaustive run, too: every case takes hours without the search.
 raced: $(STAMP) unlock
 	$(if $(ON_NPUS),EXHAUSTIVE= python tests/support/raced_suite.py,@echo "NOT RUN: races are found on simulated NPUs" >&2)
 

@@ -104,7 +104,7 @@ CARDS: tuple[MethodCard, ...] = (
         (ENGINE, PIPELINE),
         "destroy",
         (),
-        "the watch over an engine that is destroyed ends",
+        "subscribers are told that the engine has been destroyed",
         _EVENTS,
         "runtime/engine.py:1243",
         _EVENTS_UNTIL,

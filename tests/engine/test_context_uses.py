@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from unittest import mock
 
@@ -14,6 +13,7 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from adapted_models import ATTENTION, adapted
+from logged_lines import logged_lines
 from ranks import run_on_ranks
 from sequence_sharded_models import SequenceSharded, algorithm, padded, sequence_sharded, step, tokens
 from sharded_models import agree, close, everyones
@@ -48,10 +48,7 @@ def gathers_nothing(calls: list[int], forward: object, *args: object, **kwargs: 
 
 
 def chosen() -> None:
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("ds_npu").addHandler(handler)
+    lines = logged_lines()
     engine, *_ = made("llama", {"parallel": {"context": 2}})
     inside = []
     wrap_forward(engine.module, partial(gathers_nothing, inside), Level.REGION)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 
 import deepspeed
@@ -11,9 +10,8 @@ import gradient_rule as rule
 import pytest
 import tiny_models
 import torch
+from logged_lines import logged_lines
 from ranks import run_on_ranks
-
-from ds_npu.log import logger
 
 MEMORY = {"recompute": {"norm": True, "attention_core": True}, "swap": {"activations": ["**.mlp"]}, "chunked_loss": 4}
 REPORTS = {"memory_report": True, "watch": {"finite": True, "mfu": True}, "checkpoint": {"asynchronous": True}}
@@ -69,31 +67,18 @@ def test_destroyed_engines_are_collected(name):
     run_on_ranks(2, engine_is_collected, name)
 
 
-class Lines(logging.Handler):
-    """The lines that ds_npu logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def missing_steps_are_said(folder: str) -> None:
     """Not at the end of the process, for which a dump and a profile would keep the engine."""
     rule.without_extension()
-    lines = Lines()
-    logger().addHandler(lines)
+    lines = logged_lines()
     section = {"dump": {"steps": [1, 7], "folder": f"{folder}/dump"}}
     section["profile"] = {"steps": [3, 4], "folder": f"{folder}/profile"}
     assert is_collected("llama", 1, section)
-    said = sorted(line for line in lines.said if "never came" in line)
+    said = sorted(line for line in lines if "never came" in line)
     assert said == [
         "ds_npu.dump.steps: 7 never came: the run ended behind step 1",
         "ds_npu.profile.steps: steps 3 to 4 never came: the run ended behind step 1",
-    ], lines.said
-    logger().removeHandler(lines)
+    ], lines
 
 
 @pytest.mark.slow

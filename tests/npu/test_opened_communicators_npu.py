@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -14,10 +13,10 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from hccl_ranks import endings
+from logged_lines import logged_lines
 from ranks import run_on_ranks
 
 from ds_npu.comm.communicator import open_communicator
-from ds_npu.log import logger
 
 UNSET = 0xFFFFFFFF
 """hccl_types.h: HCCL_COMM_TRAFFIC_CLASS_CONFIG_NOT_SET and HCCL_COMM_SERVICE_LEVEL_CONFIG_NOT_SET."""
@@ -26,17 +25,6 @@ PAIR_MIB = 20
 BUCKETS = {"reduce_bucket_size": 2**21, "allgather_bucket_size": 2**20, "stage3_prefetch_bucket_size": 10}
 """Elements; 8 MiB is the largest."""
 QOS = {"service_level": 3, "traffic_class": 100}
-
-
-class Lines(logging.Handler):
-    """Keeps the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def config(section: dict) -> dict:
@@ -52,8 +40,7 @@ def engine_of(section: dict, model: torch.nn.Module):
 
 def opened(section: dict, expected: list[tuple], moe: bool = False) -> None:
     """Make an engine and take a step; ``expected``: name in the log, and what HCCL was given."""
-    kept = Lines()
-    logger().addHandler(kept)
+    lines = logged_lines()
     model = tiny_models.tiny(
         "mixtral" if moe else "llama", torch.float32, num_hidden_layers=6 if "pipeline" in section["parallel"] else 2
     )
@@ -61,8 +48,8 @@ def opened(section: dict, expected: list[tuple], moe: bool = False) -> None:
     before = hccl_calls.openings()
     # Those of pairs of ranks have no options.
     assert [given for _, given in before if given[1] != PAIR_MIB] == [given for _, given in expected]
-    said = [line for line in kept.lines if re.match(r"HCCL communicator \d", line)]
-    in_pairs = [line for line in kept.lines if line.startswith("HCCL communicator of two, ")]
+    said = [line for line in lines if re.match(r"HCCL communicator \d", line)]
+    in_pairs = [line for line in lines if line.startswith("HCCL communicator of two, ")]
     if dist.get_rank() == 0:
         pattern = r"HCCL communicator \d of \d, (.*): (\d+) ranks, 2 buffers of (\d+) MiB, opened in (\d+\.\d\d) s"
         found = [re.fullmatch(pattern, line).groups() for line in said]
@@ -163,14 +150,13 @@ def test_several_stages_on_a_rank_need_communicators_of_pairs():
 
 
 def already_open() -> None:
-    kept = Lines()
-    logger().addHandler(kept)
+    lines = logged_lines()
     torch.npu.set_device(dist.get_rank())
     dist.barrier()
     engine_of({"hccl": {"buffer_mib": {"world": 9}}}, torch.nn.Linear(2, 2))
     assert [row[1][1] for row in hccl_calls.openings()] == [200]
     if dist.get_rank() == 0:
-        (line,) = (line for line in kept.lines if line.startswith("ds_npu.hccl"))
+        (line,) = (line for line in lines if line.startswith("ds_npu.hccl"))
         assert "the communicator world was open before the engine was made, without {'hccl_buffer_size': 9}" in line
 
 

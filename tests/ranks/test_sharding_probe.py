@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ import planned_models
 import pytest
 import tiny_models
 import torch
+from logged_lines import logged_lines
 from ranks import run_on_ranks
 from torch import nn
 from weight_orders import GLOBS, Fused, cases, made
@@ -253,10 +253,7 @@ def from_initialize() -> None:
     assert "layers.*.inner.qkv (Linear, weight [48, 16], bias [48]): query_key_value, which means" in said
     # On purpose, and rightly.
     assert initialize(own(), OWN, probe=False).topology.size("tp") == 2
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    sharding_probe.logger().addHandler(handler)
+    lines = logged_lines()
     awkward = nn.Sequential(nn.Embedding(16, 16), Awkward(True))
     beside = {f"1{glob[1:]}": role for glob, role in AWKWARD.items()}
     initialize(awkward, {"0": "embedding", **beside})

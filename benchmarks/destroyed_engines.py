@@ -1,9 +1,9 @@
 """Memory that stays in use when a script makes engines one after the other and destroys each.
 
-    ds_npu sim -- python benchmarks/destroyed_engines.py
+    python benchmarks/destroyed_engines.py
 
-A Llama under ZeRO 3 in bf16 on one NPU. Without a "ds_npu" section it is plain DeepSpeed's engine. Each of the two has
-a process of its own.
+A Llama under ZeRO 3 in bf16 on one simulated NPU. Without a "ds_npu" section it is plain DeepSpeed's engine. Each of
+the two has a process of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
+SIMULATED = (sys.executable, "-m", "ds_npu.cli.main", "sim", "--devices", "1", "--")
 VARIANTS: dict[str, dict[str, Any]] = {"plain DeepSpeed": {}, "with a section": {"ds_npu": {}}}
 """By name, what its config has beside the rest."""
 
@@ -58,7 +59,7 @@ def main() -> None:
         run(args.run, args.engines)
         return
     for variant in VARIANTS:
-        command = [sys.executable, __file__, "--engines", str(args.engines), "--run", variant]
+        command = (*SIMULATED, sys.executable, __file__, "--engines", str(args.engines), "--run", variant)
         subprocess.run(command, check=True)
 
 

@@ -258,6 +258,21 @@ def test_a_folder_that_cannot_be_written_to_is_named():
     assert done.stderr.splitlines()[-1] == "ds_npu sim: [Errno 20] Not a directory: '/dev/null/folder'"
 
 
+def test_a_full_disk_ends_a_traced_run_with_the_file_and_the_reason(tmp_path):
+    """The host waits for an event whose line could not be written; no file may grow, as on a full disk."""
+    code = """
+    import resource, torch
+    one = torch.ones(4, device="npu")
+    torch.npu.synchronize()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    torch.npu.current_stream().record_event().synchronize()
+    """
+    done = simulated.python(code, "--trace", str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    assert done.returncode == 1
+    assert f"a record of what streams do: cannot write to {file}: File too large" in done.stderr
+
+
 def test_what_is_simulated_is_called_so():
     done = simulated.sim("--devices", "2", "--memory", "1GiB", "--chaos", "3", "--", "ds_report")
     assert "ds_npu sim: 2 simulated NPUs (Ascend910B2, 1 GiB each, chaos 3)" in done.stderr

@@ -183,21 +183,27 @@ void Stream::perform(Task& task) {
            .ended = end(),
            .ready = ready});
   };
-  try {
-    // Write the trace line before the waiting host goes on: the process may end right after.
-    if (task.marks_end) done();
+  const auto attempt = [&](const auto& part) {
+    try {
+      part();
+    } catch (const Failure& failure) {
+      device_.fail(failure.code(), std::string(task.name) + ": " + failure.what());
+    } catch (const c10::Error& error) {
+      device_.fail(kTaskFailed, std::string(task.name) + ": " + error.what_without_backtrace());
+    } catch (const std::exception& error) {
+      device_.fail(kTaskFailed, std::string(task.name) + ": " + error.what());
+    }
+  };
+  // Write the trace line before the waiting host goes on: the process may end right after. A host waits for such a task
+  // until it has run, so it runs where the line could not be written, too.
+  if (task.marks_end) attempt(done);
+  attempt([&] {
     const bool known = !dry_run() || !task.computes || computes(task.account);
     if (known) task.work();
     if (dry_run() && task.computes) conclude(task.account, known);
     if (!known && task.unknown) task.unknown();
     if (!task.marks_end) done();
-  } catch (const Failure& failure) {
-    device_.fail(failure.code(), std::string(task.name) + ": " + failure.what());
-  } catch (const c10::Error& error) {
-    device_.fail(kTaskFailed, std::string(task.name) + ": " + error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    device_.fail(kTaskFailed, std::string(task.name) + ": " + error.what());
-  }
+  });
 }
 
 void Stream::synchronize(Timeout timeout) { Moment::recorded_on(*this)->synchronize(timeout); }

@@ -222,6 +222,9 @@ def test_make_runs_both_parts_of_the_suite(checkout):
         (1, ["2 skipped, 1 error in 1 s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], False),
         (1, ["3 passed in 1 s", "What to do: let the stream of the second wait for the first"], False),
         (-9, [], False),
+        (5, ["13 deselected in 12.78s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], True),
+        (5, ["no tests ran in 0.10s", f"ds_npu sim: --races: {raced_suite.UNUSED}"], False),
+        (2, ["13 deselected, 1 error in 1 s"], False),
     ],
 )
 def test_a_file_with_a_race_or_a_failure_does_not_pass(code, lines, passes):

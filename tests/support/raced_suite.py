@@ -14,22 +14,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from ds_npu.cli.raced_run import UNUSED
 
-NO_TESTS = 5
-"""Pytest's exit code where it has run no test."""
-NOT_JUDGED = {
+LEFT_OUT = {
     "tests/npu/test_context_order_npu.py::test_a_circle_is_found": "HCCL ends a circle of sends by a timeout; the "
     "device is read after that failure, and a wait that failed orders nothing",
     "tests/npu/test_profile_npu.py::test_a_full_disk_ends_the_profile_and_not_the_run": "no file of its process may "
     "grow, and the record of its tasks is one",
 }
-"""Tests that are not judged, each with the reason: what they do to the record, or plant in it, is none of a program."""
+"""Tests that are left out, each with the reason."""
 
 
 def nothing_is_drawn(code: int, lines: Sequence[str]) -> bool:
     """Whether pytest has left out every test of the file: those of run_clm need RUN_CLM, others enough BUDGET."""
-    return code == NO_TESTS and any(line.partition(" in ")[0].endswith(" deselected") for line in lines)
+    left_out = any(line.partition(" in ")[0].endswith(" deselected") for line in lines)
+    return code == pytest.ExitCode.NO_TESTS_COLLECTED and left_out
 
 
 def complaint(code: int, lines: Sequence[str]) -> str:
@@ -48,8 +49,8 @@ def raced(file: Path) -> tuple[str, bool]:
     """Run ``file`` with races looked for; the complaint, and whether no test was drawn."""
     begun = time.monotonic()
     command = ["ds_npu", "sim", "--races", "--", sys.executable, "-m", "pytest", "-q", str(file)]
-    for name in (each for each in NOT_JUDGED if each.startswith(f"{file}::")):
-        print(f"{file.name}: without {name.partition('::')[2]}: {NOT_JUDGED[name]}", flush=True)
+    for name in (each for each in LEFT_OUT if each.startswith(f"{file}::")):
+        print(f"{file.name}: without {name.partition('::')[2]}: {LEFT_OUT[name]}", flush=True)
         command += ["--deselect", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     lines = done.stdout.splitlines()
@@ -63,11 +64,9 @@ def raced(file: Path) -> tuple[str, bool]:
 
 def main(words: Sequence[str]) -> int:
     files = [Path(word) for word in words] or sorted(Path("tests/npu").glob("test_*.py"))
-    bad, empty = [], []
-    for file in files:
-        found, is_empty = raced(file)
-        bad += [file.name] if found else []
-        empty += [file.name] if is_empty else []
+    results = {file.name: raced(file) for file in files}
+    bad = [name for name, (found, _) in results.items() if found]
+    empty = [name for name, (_, is_empty) in results.items() if is_empty]
     if empty:
         print(f"NOT RUN: {len(empty)} files of which no test is drawn: {', '.join(empty)}")
     print(f"races: {len(files)} files, {len(bad)} with a race or a failure: {', '.join(bad) or 'none'}")
